@@ -539,7 +539,7 @@ class UNet(nn.Module):
         x = x_t
         if low_res is not None:  # an upsampler sees it at every step (DALL-E 2 §2.1)
             x = torch.cat([x_t, low_res], dim=1)  # (B, 6, H, H)
-        # With the memory layout of the weights: the input of GPUs would be channels last.
+        # Otherwise channels last, the layout of images, would spread to all blocks on GPUs.
         x = x.contiguous(memory_format=layout_on(x.device))
         x = self.stem(x)  # (B, W, H, H)
         skips = [x]  # outputs on the way down

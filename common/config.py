@@ -174,7 +174,7 @@ class TrainingRun(Settings):
     )
     compile: bool = field(False, "compile the model with torch.compile")
     deterministic: bool = field(
-        True, "the same bits in every run on a GPU; off: cuDNN looks for its fastest kernels"
+        True, "on GPUs, give the same bits in every run; off: let cuDNN pick its fastest kernels"
     )
     log_every: PositiveInt = field(25, "steps between log lines")
     save_every: Interval = field("200", "steps between checkpoints, or as 10min; 0: only the last")
@@ -435,7 +435,7 @@ def run(commands, usage, default=None, presets=None):
         status = 1
         function(cfg)
     except (UserError, OSError) as error:
-        # Rank 0 reports command-line errors, which all ranks have. Later, the failed rank does.
+        # Rank 0 reports command-line errors, which all ranks have; later, the rank that failed.
         if status == 1 or is_main():
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(status) from None

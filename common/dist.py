@@ -63,11 +63,9 @@ def setup(device="auto", timeout_minutes=30.0, deterministic=True):
 def choose_device(device="auto", deterministic=True):
     """This process's torch.device, set up for use.
 
-    deterministic: GPUs compute the same bits in every run, also after a resume. Otherwise cuDNN
-    chooses its kernels by speed.
-
     Commands of a single process call this instead of `setup`, so that they do not wait for other
-    ranks in containers that set WORLD_SIZE.
+    ranks in containers that set WORLD_SIZE. deterministic: GPUs give the same bits in every run,
+    and after a resume; otherwise cuDNN measures which of its kernels are the fastest.
     """
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks on this machine
     local_rank = int(os.environ.get("LOCAL_RANK", 0))

@@ -19,7 +19,7 @@ from servers import Server
 from common import dist
 from common.data import embeddings
 
-torch.set_num_threads(1)  # the models are tiny, and other processes run beside this one
+torch.set_num_threads(1)  # the models are tiny, and other processes run at the same time
 # A shell ignores Ctrl-C for what it starts in the background, and nohup a hangup. Tests send both
 # to what they start, which has the defaults again. Under nohup this process still lives on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,7 +61,7 @@ def environment(rank, ranks, port):
 
 def _as_rank(variables, work, arguments):
     os.environ.update(variables)
-    dist.setup("cpu", timeout_minutes=0.5)  # a rank that waits in vain fails, and does not hang
+    dist.setup("cpu", timeout_minutes=0.5)  # a rank that waits in vain fails instead of hanging
     try:
         return work(*arguments)
     finally:
@@ -82,7 +82,7 @@ def on_ranks():
             for rank in range(world_size):
                 variables = environment(rank, world_size, port)
                 ranks.append(pool.submit(_as_rank, variables, work, arguments))
-            # Where one rank raises an error, the others exit.
+            # If one rank raises an error, the others exit.
             errors = [rank.exception() for rank in ranks]
             for error in sorted(filter(None, errors), key=lambda e: isinstance(e, SystemExit)):
                 raise error
@@ -134,7 +134,7 @@ def emb(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def finished(emb, tmp_path_factory):
-    """The folder of a finished run of the small prior, which no test changes."""
+    """The folder of a finished run of the small prior; tests must not change it."""
     from helpers import SMALL, run
     folder = tmp_path_factory.mktemp("finished")
     out = run("train_prior", data=emb, run_dir=folder, **SMALL)

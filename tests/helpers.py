@@ -246,7 +246,7 @@ class Forked:
         self.processes = []
         for rank in range(ranks):
             folder = folders[rank] if folders else "."
-            # The forkserver's variables are those of its start.
+            # The forkserver still has the variables of its start.
             variables = {**os.environ, **environment(rank, ranks, port)}
             arguments = (folder, writer, variables, script, [*map(str, words)])
             self.processes.append(FORKS.Process(target=_forked, args=arguments))
@@ -285,7 +285,7 @@ def _forked(folder, writer, variables, script, words):
     try:
         importlib.import_module(script).main()
     finally:
-        dist.teardown()  # a forked process ends without what is registered for its exit
+        dist.teardown()  # forked processes do not run exit handlers
 
 
 # Runs
@@ -396,7 +396,7 @@ def write_pipeline(folder):
     }
     generator = torch.Generator().manual_seed(0)
     for name, model in models.items():
-        for parameter in model.eval().parameters():  # zeros and ones of a fresh model hide mistakes
+        for parameter in model.eval().parameters():  # zeros and ones of new models hide mistakes
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
         if name == "prior":
             model.clip_mean.data.normal_(generator=generator)
@@ -409,14 +409,14 @@ def write_pipeline(folder):
 
 
 def published_codec(folder, kind, **settings):
-    """A tiny random model of `kind` in `folder`, whose codes vary."""
+    """A tiny random model of `kind` in `folder`, with varying codes."""
     transformers = pytest.importorskip("transformers")
     settings = {**CODECS[kind], "sampling_rate": 8000, "codebook_size": 16, **settings}
     model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **settings))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(("embed", "embed_sum")):  # codebooks
             torch.nn.init.normal_(tensor)
-        elif tensor.requires_grad and kind == "encodec":  # as they start, biases outweigh the sound
+        elif tensor.requires_grad and kind == "encodec":  # initial biases would outweigh the audio
             tensor.data += 0.4 * torch.randn_like(tensor)
     model.save_pretrained(folder)
     return transformers.AutoModel.from_pretrained(folder).eval()

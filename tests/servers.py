@@ -74,7 +74,7 @@ class Server:
     def post(self, path, body):
         """The JSON value of the reply."""
         request = json.loads(body.strip().rpartition(b"\n")[2] or "{}")
-        if "/commit/" in path:  # its last line is the one file
+        if "/commit/" in path:  # its last line is the file
             self.stored[request["value"]["path"]] = base64.b64decode(request["value"]["content"])
             return {"commitUrl": f"{self.url}/me/prior/commit/0", "commitOid": "0" * 40}
         if path == "/graphql":
@@ -120,19 +120,19 @@ def tensorboard_of(folder):
 
 def wandb_of(folder):
     import wandb
-    wandb.teardown()  # its process works a little longer than `finish` waits
+    wandb.teardown()  # its process runs a little longer than `finish` waits
     rows = {}
     for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
         for history in histories(path.read_bytes()):
             row = {tuple(item.nested_key) or (item.key,): item.value_json for item in history.item}
-            rows[history.step.num] = row  # the real server, too, keeps the last one of a step
+            rows[history.step.num] = row  # like the real server, keep the last one of a step
     curves = {}
     samples = {}
     for step, row in sorted(rows.items()):
         for (name, *part), value in row.items():
             if part == ["_type"]:
                 samples[name] = samples.get(name, 0) + 1
-            elif not part and name[0] != "_":  # such names are the package's own
+            elif not part and name[0] != "_":  # the package uses such names
                 curves.setdefault(name, []).append((step, json.loads(value)))
     return curves, samples
 

@@ -81,7 +81,7 @@ def test_adapters_stand_on_the_averages_of_their_base_and_say_where_it_is_from(s
         "source": source or base,
     }
 
-    # The weights of --init_from are the frozen base, and not those of the State.
+    # The weights of --init_from are the frozen base, not part of the State.
     cfg = Tuning(init_from=str(path))
     state = resume.State(cfg, trained, EMA(trained), [], None, {}, {"kind": "test"})
     before = {name: weight.clone() for name, weight in trained.state_dict().items()}
@@ -115,7 +115,7 @@ def start_adapted(base, path):
     state = resume.State(
         Settings(init_from=str(path)), models[1], EMA(models[1]), [], None, {}, {})
     resume.restore(SimpleNamespace(resume_from=None), state)
-    base_weights = models[0].out.weight.detach()  # which has no adapter
+    base_weights = models[0].out.weight.detach()  # it has no adapter
     return len(trained), base_weights, models[1].state_dict()
 
 
@@ -196,7 +196,7 @@ def test_adapters_are_trained_and_saved_alone_and_resume_but_not_on_another_base
     losses = []
     for folder in (finished, "run"):
         losses.append([line["val_loss"] for line in metrics(folder) if "val_loss" in line])
-    assert losses[1][-1] < losses[1][0] < losses[0][0]  # it starts where the base ends
+    assert losses[1][-1] < losses[1][0] < losses[0][0]  # it starts with the base
 
     digest = checkpoint.checksum(base)
     info = {"rank": 4, "base": str(base), "base_sha256": digest, "source": str(base)}
@@ -206,7 +206,7 @@ def test_adapters_are_trained_and_saved_alone_and_resume_but_not_on_another_base
         assert len(contents["model"]) == 12
         assert all(key.endswith((".A", ".B")) for key in contents["model"])
 
-    # Another run starts from the model that they make.
+    # Another run starts from the merged model.
     path = "run/model.pt"
     words = dict(SMALL, init_from=path, steps=1, lr=1e-9)
     run("train_prior", data=emb, run_dir="all", **words)

@@ -40,7 +40,7 @@ def test_a_step_is_the_plain_one_with_all_gradients_of_the_model_clipped_togethe
             optimizer.step()
         assert stepped and norm > 0.01
         assert_close(norm, expected)
-    # Bit for bit, but for what is clipped.
+    # Bit for bit, except for clipped values.
     assert_close(model.state_dict(), plain.state_dict(), rtol=tolerance, atol=tolerance)
 
 
@@ -75,7 +75,7 @@ def casts_of_two_steps(context):
                 loss.backward()
         for parameter in model.parameters():
             gradients.append(parameter.grad.clone())
-            parameter.data *= 2  # what was cast before is another weight
+            parameter.data *= 2  # earlier casts are now outdated
     return count, gradients
 
 

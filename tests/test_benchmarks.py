@@ -21,7 +21,7 @@ BASE = dict(image_size=8, cond_width=16, attention_levels=(1,), learned_variance
 TEXT = dict(text_encodings="clip", raw_embeddings=True)
 TRANSFORMER = dict(width=16, depth=1, heads=2)
 
-# The benchmarks' own sizes, small, and a small preset of each form.
+# Small sizes for the benchmarks, and a small preset of each form.
 CONSTANTS = {
     "CODEC": dict(
         channels=2,
@@ -55,7 +55,7 @@ def test_every_case_gives_a_line_of_its_own(name, words, cases, monkeypatch, cap
     bench = importlib.import_module(name)
     for constant in CONSTANTS.keys() & vars(bench).keys():
         monkeypatch.setattr(bench, constant, CONSTANTS[constant])
-    monkeypatch.setattr("bench_prior.SIDE", 256)  # of the matrices whose product is the peak
+    monkeypatch.setattr("bench_prior.SIDE", 256)  # of the matrices that measure the peak
     monkeypatch.setattr(train_prior, "PRESETS", PRIORS)
     monkeypatch.setattr(train_decoder, "PRESETS", DECODERS)
     monkeypatch.setattr("sys.argv", [name, *words.split(), "--repeats", "1", "--threads", "1"])
@@ -64,7 +64,7 @@ def test_every_case_gives_a_line_of_its_own(name, words, cases, monkeypatch, cap
     for line in map(json.loads, capsys.readouterr().out.splitlines()):
         assert 0 < line["ms"] < math.inf
         assert 0 < line.get("share_of_peak", 0.5) < 1
-        # Two lines are of one case: that of `checkpoint` and that of `tokenize`.
+        # The cases `checkpoint` and `tokenize` print two lines each.
         case = re.sub("^checkpoint_.*", "checkpoint", line["case"])
         found.add(case.replace("decode", "tokenize"))
     assert found == set(cases or bench.CASES)

@@ -83,7 +83,7 @@ def test_loading_runs_no_code_and_refuses_a_foreign_or_torn_file_in_one_line(
     """Promise 5"""
     path = tmp_path / "state.pt"
     path.write_bytes(content)
-    # Without torch's advice, which is to load without weights_only.
+    # torch advises loading without weights_only, which must not be shown.
     message = f"^{path}: no such checkpoint, or damaged, [^\n]*{reason if not mmap else ''}[^\n]*$"
     with pytest.raises(UserError, match=message) as caught:
         checkpoint.load(path, mmap=mmap)
@@ -122,7 +122,7 @@ def test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_write_ends
     path = tmp_path / "x"
     temporary = tmp_path / "x.tmp"
     path.write_bytes(b"old")
-    synced = []  # at each sync: (whether it is the folder's, what the two files have)
+    synced = []  # at each sync: (True if of the folder, contents of the two files)
 
     def fsync(descriptor):
         is_folder = os.path.samestat(os.fstat(descriptor), tmp_path.stat())
@@ -195,7 +195,7 @@ def test_a_lock_is_refused_or_waited_for_while_another_process_has_it(tmp_path):
         with pytest.raises(BlockingIOError):
             checkpoint.lock(file)
         process.stdin.close()
-        checkpoint.lock(file, wait=True)  # the other ends meanwhile
+        checkpoint.lock(file, wait=True)  # the other process ends meanwhile
     process.wait()
 
 
@@ -205,7 +205,7 @@ def test_a_file_system_without_locks_is_a_note_about_the_run_alone(tmp_path, mon
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with open(tmp_path / "x", "a") as file:
-        checkpoint.lock(file, wait=True)  # of a download, which may be made twice
+        checkpoint.lock(file, wait=True)  # of a download, which may happen twice
         assert capsys.readouterr().err == ""
         checkpoint.lock(file)
         assert "make sure that no other process trains here" in capsys.readouterr().err
@@ -277,7 +277,7 @@ def test_the_contents_of_a_model_are_those_of_a_checkpoint_without_what_only_tra
     found = checkpoint.model_contents(written)
     assert found.keys() == written.keys() - {"ema", "training"}
     assert found["model"] is written["ema"]
-    assert {"ema", "training"} <= written.keys()  # the caller's own are as before
+    assert {"ema", "training"} <= written.keys()  # the caller's dict is unchanged
     assert same(checkpoint.model_contents(found), found)
 
 
@@ -301,7 +301,7 @@ def test_a_mistake_in_a_forks_model_is_not_blamed_on_its_file(tmp_path):
 def test_a_model_for_use_is_the_one_named_or_the_best_or_the_last(tmp_path, capsys):
     last = tmp_path / "model.pt"
     best = tmp_path / "best.pt"
-    assert checkpoint.model_file(tmp_path) == last  # there is neither
+    assert checkpoint.model_file(tmp_path) == last  # neither exists
     for step in (9, 10, 100):
         checkpoint.save({"model": {}}, tmp_path / f"checkpoints/step_{step:08d}.pt")
     newest = tmp_path / "checkpoints/step_00000100.pt"
@@ -314,7 +314,7 @@ def test_a_model_for_use_is_the_one_named_or_the_best_or_the_last(tmp_path, caps
     assert checkpoint.model_file(tmp_path, weights="online") == newest
     assert checkpoint.model_file(tmp_path, "best.pt", "online") == best
     assert capsys.readouterr().err == ""
-    checkpoint.save({"model": {}, "step": 1}, best)  # without its loss, as a copy of model.pt
+    checkpoint.save({"model": {}, "step": 1}, best)  # without a loss, like a copy of model.pt
     with pytest.raises(UserError, match=r"best\.pt: .*damaged, .*it has no val_loss"):
         checkpoint.model_file(tmp_path)
 

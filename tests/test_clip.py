@@ -113,7 +113,7 @@ def test_without_equal_captions_the_loss_is_the_published_one():
     own = torch.arange(6)
     expected = F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)
     assert_close(clip.contrastive_loss(logits, own.flip(0)), expected / 2)
-    # All of one caption: there is nothing to learn.
+    # With equal captions there is nothing to learn.
     assert clip.contrastive_loss(logits, torch.zeros(6)) == 0
 
 
@@ -127,9 +127,9 @@ def test_retrieval_counts_what_is_nearest_by_the_hundred():
     captions = [f"caption {i}" for i in range(250)]
     assert clip.retrieval(references, references, captions) == 1
     queries = references.copy()
-    queries[:20] = references[20:40]  # 20 of the 200 find another; 50 are left over
+    queries[:20] = references[20:40]  # 20 of the 200 find another one; the last 50 are ignored
     queries[200:] = 0
     assert clip.retrieval(queries, references, captions) == 0.9
-    captions[0] = captions[20]  # an equal caption is right
+    captions[0] = captions[20]  # an equal caption is correct
     assert clip.retrieval(queries, references, captions) == 0.905
     assert clip.retrieval(references[[1, 1]], references[:2], captions[:2]) == 0.5  # of two

@@ -97,7 +97,7 @@ def test_embeddings_are_those_of_open_clip_with_the_activation_of_the_weights(op
     assert text_only.model.visual is None
     assert same(text_only.embed_text(tokens), (embedding, encodings, mask))
 
-    # Photos that are square or not, by its own preprocessing
+    # Square and other photos, with its own preprocessing
     Image = pytest.importorskip("PIL.Image")
     mean, std = theirs.visual.image_mean, theirs.visual.image_std
     preprocess = open_clip.image_transform(16, is_train=False, mean=mean, std=std)
@@ -139,7 +139,7 @@ def test_a_folder_names_its_clip_and_whether_it_is_built_in(tmp_path, capsys):
 
 
 class Encoder:
-    """A CLIP whose embeddings are all alike, but for an image's first pixel or a text's hash."""
+    """A CLIP whose embeddings depend only on an image's first pixel or a text's hash."""
 
     def embed_image(self, images):
         return torch.cat([images[:, 0, 0].float(), torch.full((len(images), 1), 200.0)], 1)

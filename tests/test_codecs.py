@@ -33,7 +33,7 @@ def test_codes_and_waves_are_the_packages_own(kind, hop_length, two_codes, tmp_p
     assert (codes[1:] != codes[:-1]).any()
     for count, settings in ((4, all_codes), (2, two_codes)):
         theirs = model(padded, **settings)
-        first = codes[..., :count]  # those of fewer quantizers are the first ones
+        first = codes[..., :count]  # fewer quantizers give the first codes
         assert torch.equal(first, theirs.audio_codes.view(count, 13).T)
         sound = codec.decode(first)
         assert sound.shape == (13 * hop_length,)

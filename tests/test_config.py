@@ -115,7 +115,7 @@ def test_a_preset_of_several_stages_gives_each_its_own_and_is_named(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"preset": "wide", "lr": 0.5}')
     assert found("--stage=high", f"--config={path}") == High(steps=4, lr=0.5, preset="wide")
-    # A command without presets takes what else is in the file.
+    # A command without presets uses the other settings in the file.
     assert config.parse(Low, [f"--config={path}"]) == Low(lr=0.5, preset="wide")
     with pytest.raises(UserError, match="--preset old: also needs --stage low"):
         found("--preset=old")

@@ -72,7 +72,7 @@ def test_the_true_x0_follows_from_the_true_target(objective):
 
 @objectives
 def test_min_snr_weighs_every_objective_alike(objective):
-    """Weight times loss is min(SNR, γ) times the squared error in x0."""
+    """Weight times loss equals min(SNR, γ) times the squared error of x0."""
     alpha, sigma = levels_of(objective)
     a = alpha.double()[:T - 5]
     s = sigma.double()[:T - 5]
@@ -125,7 +125,7 @@ def test_dream_moves_input_and_target_along_the_networks_error():
     x_t = alpha * x0 + sigma * noise
     target = diffusion.dream(noise, predicted, sigma)
     assert_close(target, noise + (noise - predicted) * sigma)
-    # Algorithm 1 moves x_t by the same error: it is still of x0, with that noise.
+    # Algorithm 1 moves x_t by the same error, so it still belongs to x0 and the new noise.
     assert_close(x_t + sigma * sigma * (noise - predicted), alpha * x0 + sigma * target)
     assert torch.equal(diffusion.dream(noise, noise, sigma), noise)  # nothing to correct
 
@@ -265,7 +265,7 @@ def test_ancestral_steps_are_bayes_posterior_from_the_level_of_each_input_to_x0(
 
 
 def exact_x0(objective, alpha, sigma, std):
-    """`denoise` by the best network for data N(0, std²)."""
+    """`denoise` with the optimal network for data from N(0, std²)."""
 
     def denoise(x_t, t):
         a = alpha[t[0]]
@@ -289,7 +289,7 @@ def test_without_noise_half_as_long_steps_have_a_fourth_of_the_error(objective):
     for steps in (16, 32, 64, 128, 256):
         found = diffusion.sample(denoise, x_T, alpha, sigma, steps, eta=0.0)
         errors.append((found - exact).abs().item())
-    # At σ = 0, where λ has no bound, it is a bit less than a fourth. Of first order: 2 and 16.
+    # At σ = 0, where λ is unbounded, it is a bit less than a fourth. First order: 2 and 16.
     assert min(a / b for a, b in itertools.pairwise(errors)) > 2.9
     assert errors[0] / errors[-1] > 90
 

@@ -78,7 +78,7 @@ def outcomes():
 def test_of_work_that_fails_one_rank_raises_the_error_and_all_ranks_end(on_ranks):
     """Promise 6"""
     first, second, third = on_ranks(3, outcomes)
-    # Nobody fails, then rank 0, then ranks 1 and 2. On rank 0 alone the latter two do not.
+    # Failures: none, then rank 0, then ranks 1 and 2. The latter do not fail on rank 0.
     assert first == [0, 0, "rank 0", "rank 0", None, 0, "all"]
     assert second == [1, 0, None, None, "rank 1", 0, None]
     assert third == [2, 0, None, None, None, 0, None]
@@ -121,7 +121,7 @@ def sum_up(bucket):
     model = nn.ModuleList([kernel, nn.Linear(2, 2), nn.Linear(2, 2), frozen, last])
     for parameter in model.parameters():
         nn.init.ones_(parameter)
-    early = []  # bytes that lie with the gradient of the last layer, when the first has none yet
+    early = []  # size of the last layer's bucket, while the first layer has no gradient yet
 
     def gradients(context):
         model.zero_grad()
@@ -212,7 +212,7 @@ with dist.listening():
 
 @pytest.mark.parametrize("names, status, out", [
     (("SIGINT", "SIGINT"), -signal.SIGINT, ""),
-    # A scheduler signals torchrun and its ranks, and torchrun passes it on.
+    # A scheduler signals torchrun and its ranks, and torchrun forwards the signal.
     (("SIGTERM", "SIGTERM"), 0, "still here\n"),
 ])
 def test_whatever_comes_after_a_ctrl_c_ends_at_once(names, status, out):

@@ -29,7 +29,7 @@ def train(model, steps, after_step):
         optimizer.zero_grad()
         model(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
-        model.frozen.weight.add_(1e-3)  # frozen, not constant: loaded or moved by someone else
+        model.frozen.weight.add_(1e-3)  # frozen, but not constant: others may load or move it
         after_step(step)
 
 

@@ -48,7 +48,7 @@ def test_a_clip_whose_training_was_interrupted_is_not_there(tmp_path, monkeypatc
 @pytest.mark.parametrize("settings", [{}, dict(optimizer="muon", steps=50)])
 def test_training_learns_what_captions_say_of_images(settings, tmp_path, monkeypatch):
     model = train(tmp_path, monkeypatch, 320, **settings)
-    # It was trained on none of these, the scripts' data.
+    # It was not trained on these, which are the scripts' data.
     pictures, records = synthetic.shapes(range(320), size=16)
     batches = [(pictures[:100], records[:100]), (pictures[100:], records[100:])]
     (image, text), embedded = embed.embed(model, batches)
@@ -72,7 +72,7 @@ def test_training_learns_what_captions_say_of_images(settings, tmp_path, monkeyp
 
 @pytest.fixture
 def captioned(tmp_path, monkeypatch):
-    """80 captioned shapes in the folder images, among files that cannot be used; a CLIP of them."""
+    """80 captioned shapes in the folder images, with unusable files among them, and a CLIP."""
     monkeypatch.chdir(tmp_path)
     pictures, records = write_captioned(Path("images"), 80, size=24)
     Path("images/damaged.png").write_bytes(b"damaged")

@@ -43,7 +43,7 @@ def run(*words, expect=0):
 
 @pytest.fixture(scope="module")
 def world(emb, tmp_path_factory):
-    """Data of all scripts, and a codec and a tokenizer for the later stages of audio."""
+    """Data for all scripts, and a codec and a tokenizer for the later audio stages."""
     folder = tmp_path_factory.mktemp("world")
     (folder / "emb").symlink_to(emb)
     write_captioned(folder / "pictures", 160)
@@ -183,7 +183,7 @@ def test_a_signal_to_one_rank_stops_all_within_a_step_and_the_run_goes_on_bit_fo
     assert out.count("stopped by") == 1
     assert f"stopped by {number.name} at step {step}, saved" in out
     assert f"at step {step} of 24" in Forked("train_prior", *words, ranks=3).finish()
-    # The line after a stop between two lines is of the steps since then.
+    # If a run stops between two log lines, the next line covers only the steps since then.
     assert set(differences(whole, tmp_path)) <= {"metrics"}
 
 
@@ -242,7 +242,7 @@ def test_a_rank_without_its_data_ends_all_by_one_message(emb, tmp_path):
     assert "Traceback" not in out
 
 
-# Rank 1 has a fault while its worker reads for its third chunk.
+# Rank 1 fails while its worker reads its third chunk.
 BROKEN = """
 import os, shutil, signal, sys, time
 folder, fault, *words = sys.argv[1:]
@@ -311,14 +311,14 @@ def test_a_full_disk_ends_the_run_by_the_files_name_and_the_last_checkpoint_stan
     words = flags(data=emb, run_dir=tmp_path, **SMALL)
     run(*words, "--steps", 8, "--cosine_steps", 24)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # A checkpoint has twice as much, and best.pt half. torch meets the limit in the middle.
+    # The limit is half a checkpoint and twice best.pt, so torch reaches it in mid-write.
     resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, limits[1]))
     try:
         out = run(*words, expect=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"File too large, writing: '{tmp_path}/checkpoints/step_00000016.pt'" in out
-    # The first end, at step 8, has been evaluated, and its lines stay.
+    # The first end, at step 8, was evaluated, and its lines are kept.
     go_on(words, finished, tmp_path, but=["metrics"])
 
 
@@ -414,7 +414,7 @@ train_prior.main()
 
 
 def check_traceback(err):
-    """It names the line, and no file or user is blamed."""
+    """The traceback names the line, and no file or user is blamed."""
     assert "return name_of_no_variable" in err, err
     assert "NameError: name" in err, err
     assert "damaged" not in err and "fork.py: error:" not in err, err

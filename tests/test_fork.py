@@ -15,7 +15,7 @@ from common.data.embeddings import write_shards
 
 
 def recipe(title):
-    """The Python code that the README gives for **title**."""
+    """The Python code in the README for **title**."""
     return re.search(rf"\*\*{title}.*?```python\n(.*?)```", README, re.DOTALL)[1]
 
 
@@ -39,14 +39,14 @@ def edit(path, changes):
 
 
 def launch(fork, *words, ranks=1):
-    """Processes of the fork's script, one for each rank."""
+    """Processes of the fork's script, one per rank."""
     port = free_port()
     words = (fork / "train_prior.py", *words, "--run_dir", fork / "run")
     return [start(*words, **environment(rank, ranks, port)) for rank in range(ranks)]
 
 
 def finish(processes):
-    """The output of rank 0 of processes that must end well."""
+    """The output of rank 0 of processes that must succeed."""
     outputs = ["".join(process.communicate()) for process in processes]
     assert not any(process.returncode for process in processes), outputs
     return outputs[0]

@@ -69,7 +69,7 @@ def test_a_place_without_captioned_images_is_refused(tmp_path):
 
 
 def encoded(image, kind="png", **settings):
-    """The bytes of an image, Pillow's or numpy's, in a file of a kind."""
+    """Encode an image of Pillow or numpy as a file of some kind (bytes)."""
     Image = pytest.importorskip("PIL.Image")
     stream = io.BytesIO()
     Image.fromarray(np.asarray(image)).save(stream, kind, **settings)
@@ -91,7 +91,7 @@ def test_an_image_of_any_kind_comes_as_rgb(kind, mode, loss):
 
 def test_an_image_is_turned_upright_as_its_exif_says():
     exif = pytest.importorskip("PIL.Image").Exif()
-    exif[0x0112] = 6  # the first row of pixels is to be seen on the right
+    exif[0x0112] = 6  # the first row of pixels must appear on the right
     pixels = ramp(8, 12)
     image = images.decode_image(encoded(pixels, exif=exif), "a.png")
     assert_array_equal(image, np.rot90(pixels, -1))
@@ -101,7 +101,7 @@ WHITE = [255, 255, 255]
 
 
 def decoded(pixels, dtype=np.uint8, **settings):
-    """The pixels of a PNG file of one row, as they are decoded."""
+    """The decoded pixels of a PNG file with one row."""
     content = encoded(np.array([pixels], dtype), **settings)
     return images.decode_image(content, "a.png")[0].tolist()
 
@@ -132,7 +132,7 @@ def test_what_is_transparent_is_white_whatever_color_hides_there():
     colors = [[255, 0, 0, 255], [255, 0, 0, 0], [255, 0, 0, 128]]
     assert decoded(colors) == [[255, 0, 0], WHITE, [255, 127, 127]]
     assert decoded([[7, 255], [7, 0]]) == [[7] * 3, WHITE]
-    # One color, gray or RGB, stands for what is transparent.
+    # One color, gray or RGB, marks transparent pixels.
     assert decoded([7, 8], transparency=7) == [WHITE, [8] * 3]
     assert decoded([[1, 2, 3], [4, 5, 6]], transparency=(1, 2, 3)) == [WHITE, [4, 5, 6]]
 
@@ -239,7 +239,7 @@ def test_tars_may_be_a_range_or_a_folder(pattern, tmp_path):
 
 
 def test_a_link_in_a_tar_is_the_file_that_it_names_and_others_are_counted(tmp_path, capsys):
-    """As GNU tar and Python store files of two names, and links in any order."""
+    """Like GNU tar and Python, store files with two names, and links in any order."""
     write_files(tmp_path / "set", {"b.png": b"picture b", "b.txt": b"text", "x/y.txt": b"deep"})
     for name, target in {"a.png": "b.png", "c.png": "./b.png", "d.png": "x/../b.png",
                          "x/e.png": "../b.png", "x/e.txt": "y.txt", "f.png": "/etc/passwd",
@@ -359,7 +359,7 @@ def test_a_damaged_tar_is_refused_by_name(size, rest, tmp_path):
 # The index
 
 def opened(path, index_dir=None, **settings):
-    """What an index decides of pictures, and what is noted."""
+    """The properties of images that an index determines, and the notes."""
     dataset = images.CaptionedImages(path, index_dir=index_dir, **settings)
     rows = range(len(dataset))
     splits = []
@@ -374,7 +374,7 @@ def opened(path, index_dir=None, **settings):
 
 
 def write_any(write, path):
-    """Pictures with all that an index holds: accents, counts, and, in a folder, a table."""
+    """Images that use all of an index: accents, counts, and, in a folder, a table."""
     files = members(range(5)) | {"u\u0308.png": b"1", "o.png": b"2", "o.gif": b"3"}
     if write is write_files:
         files["metadata.csv"] = "file_name,text\nu\u0308.png,of a table\n".encode()
@@ -550,7 +550,7 @@ def test_a_square_is_resized_by_its_mode_and_for_clip_by_bicubic(tmp_path):
 
 @pytest.mark.parametrize("numbers, size, top, left", [
     ((0, 0, 1), 20, 0, 40),
-    ((0.5, 0.5, 0.5), 32, 4, 14),  # half way from a quarter of the area to all of it
+    ((0.5, 0.5, 0.5), 32, 4, 14),  # half way between a quarter of the area and all of it
     ((1, 1, 1), 40, 0, 20),
 ])
 def test_random_numbers_choose_area_and_place_of_a_square_and_whether_it_is_mirrored(

@@ -5,7 +5,7 @@ import graphlib
 from conftest import ROOT
 
 PATHS = [*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py")]
-# {"common.data.files": its path}; a package's name is that of its folder.
+# {"common.data.files": its path}; packages are named by their folder.
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PATHS

@@ -37,7 +37,7 @@ def read_steps(world_size, first_step, steps, workers=0):
 
 
 def slow_order(position):
-    """The row at a position: the shuffled one, or the next usable one."""
+    """The row at a position: the shuffled row, or the next usable one."""
     row = order.shuffle(np.array([position]), 75, seed=4)[0]
     while row in DAMAGED:
         row = (row + 1) % 75  # after the last comes the first
@@ -89,7 +89,7 @@ def batch_of_everything(workers):
 def test_data_with_nothing_usable_are_refused_after_about_100_samples(workers):
     message = r"104 unusable samples: row \d+, …; fix or remove them"
     assert re.fullmatch(message, batch_of_everything(workers))
-    loader.kill_workers()  # as at the end of a rank; pytest keeps the error, and so the loader
+    loader.kill_workers()  # as when a rank ends; pytest keeps the error, and so the loader
 
 
 class Gone:

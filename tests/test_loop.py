@@ -345,7 +345,7 @@ def test_a_run_writes_its_lines_config_models_and_results_and_is_announced_again
 
 
 def test_copies_that_fail_are_tried_again_at_the_end_and_by_the_same_command(tmp_path, capsys):
-    """A wall is where their folder should be, first for two tries at the end, then for all."""
+    """A file blocks their folder: first for two attempts at the end, then for all."""
     wall = tmp_path / "wall"
     wall.write_text("")
     save = (f"local save_latest_to={wall}/{{step}}.pt save_best_to={wall}/{{step}}_best.pt",)
@@ -511,7 +511,7 @@ def test_the_same_logger_gets_the_config_at_every_start(tmp_path, monkeypatch):
 # Evaluation
 
 class Noisy(nn.Module):
-    """A model whose loss has noise, and dropout in training."""
+    """A model with a noisy loss, and with dropout in training."""
 
     def __init__(self, **settings):
         super().__init__()

@@ -12,7 +12,7 @@ from common.models import nn as layers
 
 
 class Small(nn.Module):
-    """A transformer between two layers that take no adapters, the last of them named "out"."""
+    """A transformer between two layers that get no adapters; the last one is named "out"."""
 
     def __init__(self, width=32):
         super().__init__()

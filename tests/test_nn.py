@@ -57,7 +57,7 @@ def test_tokens_after_a_cached_prefix_and_the_last_alone_come_out_as_in_one_run(
 
 
 def slow_attention(layer, x, mask, rotary):
-    """The same with loops over batch, heads and queries."""
+    """The same, with loops over batch, heads and queries."""
     d = WIDTH // HEADS
     queries = layer.query(x).unflatten(-1, (HEADS, d))
     keys, values = layer.key_value(x).unflatten(-1, (2, HEADS, d)).unbind(2)
@@ -186,7 +186,7 @@ def test_no_text_replaces_dropped_samples_and_changes_nothing_else():
 def test_no_text_is_saved_with_the_model_and_is_zero_until_it_is_filled():
     embed, encodings, mask = nn.NullText(6, 3, 4).state_dict().values()
     assert not embed.any() and not encodings.any()
-    assert mask.all()  # without any key, attention would have nothing to average
+    assert mask.all()  # without a key, attention would have nothing to average
 
 
 # Norms and blocks
@@ -215,7 +215,7 @@ def test_blocks_are_compiled_once_a_shape_and_compute_the_same(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled(self, backend=counter))
     torch._dynamo.reset()
     blocks = []
-    for half in range(1, 13):  # more than the eight that torch.compile takes by default
+    for half in range(1, 13):  # more than torch.compile's default limit of eight
         blocks += [nn.TimeEmbedding(2 * half, 3) for _ in range(2)]
     x = torch.rand(2)
     expected = [block(x) for block in blocks]

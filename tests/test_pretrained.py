@@ -88,7 +88,7 @@ def load(folder):
 
 
 def upsampler_of(folder):
-    """(U-Net of a run folder as it is sampled from, its CLIP)."""
+    """(U-Net of a run folder for sampling, its CLIP)."""
     args = train_decoder.SampleConfig(run_dir=(str(folder),))
     [unet], spec, _ = train_decoder.load_cascade(args, "cpu")
     return unet, spec
@@ -188,7 +188,7 @@ def test_the_upsampler_samples_as_karlos_with_its_second_unet_in_the_last_step(p
     assert_close(got, expected.clamp(-1, 1), rtol=0, atol=1e-4)
 
 
-# There and back
+# Round trips
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_what_is_exported_is_what_was_imported(published, stage, parts):
 
 
 def outputs(published, model, theirs):
-    """Those of a model of ours and of one of theirs for the same inputs."""
+    """The outputs of our model and of theirs for the same inputs."""
     condition = published.condition(length=model.cfg.max_text_len)
     if isinstance(model, train_prior.Prior):
         x_t = torch.randn(3, D)
@@ -366,12 +366,12 @@ def test_an_exported_model_of_our_own_comes_back_with_its_diffusion(
     assert again["config"] | model_settings == again["config"]
     again["model"].pop("null_text.text_embed", None)  # it is the CLIP's
     assert again["model"].keys() == weights.keys() - {"null_text.text_embed"}
-    assert not Path("out/scheduler").exists()  # diffusers' knows the cosine levels alone
+    assert not Path("out/scheduler").exists()  # diffusers' scheduler only knows the cosine schedule
     assert helpers.same(again["model"], {name: weights[name] for name in again["model"]})
 
 
 def test_what_diffusers_has_no_class_for_is_not_exported():
-    cfg = train_decoder.BaseConfig(width=96)  # it would take other groups in its norms
+    cfg = train_decoder.BaseConfig(width=96)  # its norms would have other groups
     with pytest.raises(UserError, match="diffusers has no class for it"):
         pretrained.their_config(cfg, (D, D), "model.pt")
 

@@ -15,7 +15,7 @@ def latents(batch=8, frames=20, width=6, seed=1):
 
 
 def make(ready=True, decay=0.95, dead_below=0.8, per_step=400):
-    """A quantizer of 16 codes, of 25 vectors each on average, of which some die in an update."""
+    """A quantizer of 16 codes with 25 vectors each on average; some die in an update."""
     quantizer = ResidualQuantizer(6, 3, 16, decay, dead_below)
     if ready:
         quantizer.initialize(latents(20).flatten(0, 1), seed=0, per_step=per_step)
@@ -23,7 +23,7 @@ def make(ready=True, decay=0.95, dead_below=0.8, per_step=400):
 
 
 def residuals(quantizer, z):
-    """What 0, 1, 2 and 3 quantizers leave over of z (B, T, D): (Q + 1, B, T, D)."""
+    """The residuals of z (B, T, D) after 0, 1, 2 and 3 quantizers: (Q + 1, B, T, D)."""
     codes = quantizer.encode(z)
     decoded = [quantizer.decode(codes[..., :n]) for n in (1, 2, 3)]
     return torch.stack([z, *[z - vectors for vectors in decoded]])
@@ -100,7 +100,7 @@ def test_training_uses_the_first_n_quantizers_and_the_loss_is_the_mean_of_the_sa
     quantized, codes, loss = quantizer(z)
     assert torch.equal(codes, quantizer.encode(z))
     left = residuals(quantizer, z)[1:]
-    # How many quantizers each sample uses, (B,).
+    # The number of quantizers of each sample, (B,).
     n = (left - (z - quantized)).abs().amax((2, 3)).argmin(0) + 1
     samples = torch.arange(400)
     assert_close(left[n - 1, samples], z - quantized)
@@ -122,7 +122,7 @@ def test_codebooks_are_moving_averages_over_all_chunks_and_unused_quantizers_sta
     inputs = residuals(quantizer, z)[:-1].double()
     for chunk in z.split(5):
         quantizer(chunk)
-    quantizer.pending[2] = 0  # as if dropout had always left out the last quantizer
+    quantizer.pending[2] = 0  # as if dropout had always dropped the last quantizer
     quantizer.update(0)
 
     count = 0.9 * before["ema_count"] + 0.1 * hits.sum((0, 1))
@@ -184,7 +184,7 @@ def test_passes_without_gradients_or_training_and_discarded_steps_leave_no_trace
     z = latents() + 1
     quantizer(z)
     quantizer.discard()
-    quantizer.update(0)  # of nothing
+    quantizer.update(0)  # without statistics
     with torch.no_grad():
         quantizer(z)
     quantizer.eval()(z)

@@ -32,7 +32,7 @@ TRAIN = dict(SHORT, steps=4, batch_size=8, eval_samples=8)
 TRANSFORMER = dict(width=16, depth=1, heads=1)
 UNET = dict(TRAIN, width=8, eval_steps=1)
 TOKENS = dict(TRAIN, **TRANSFORMER)
-# Settings of each stage, a preset of their own and a part of the README's.
+# Settings of each stage: a preset, and a part of those in the README.
 STAGES = {
     train_decoder: {
         "all": {},
@@ -53,7 +53,7 @@ STAGES = {
         "fine": TOKENS,
     },
 }
-# Settings of the commands in which a pattern is found.
+# Settings for the commands that match a pattern.
 SMALL = {
     "train_|data.embed": dict(device="cpu"),
     "(prior|decoder).py (sample|evaluate)": dict(steps=2),
@@ -63,7 +63,7 @@ SMALL = {
     "train_prior.py(?! sample)": dict(eval_timesteps=2),
     "train_prior.py(?! sample|.* --init_from)": TRANSFORMER,
     "train_decoder.py .*--(init_from|preset dalle2)": dict(eval_steps=1),
-    # The presets' own 4 and 8 workers a rank would be 32 and 64 processes more.
+    # The presets' 4 and 8 workers per rank would be 32 and 64 more processes.
     "--preset dalle2": dict(chunk_size=0, validation=0.1, test=0.1, workers=0),
     "--preset dalle2$": dict(text_encodings="false", text_source="shards"),
     "--preset dalle2-64": dict(
@@ -104,7 +104,7 @@ def with_small_data(patch):
 
 
 def main():
-    """The script that the environment names, on small data: what a forked rank runs."""
+    """Run the script that the environment names, on small data, in a forked rank."""
     with pytest.MonkeyPatch.context() as patch:
         with_small_data(patch)
         importlib.import_module(os.environ["README_SCRIPT"]).main()
@@ -112,7 +112,7 @@ def main():
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """(a user's folder with files of each kind, the names that recipes find)."""
+    """(a user's folder with files of each kind, the names that recipes use)."""
     folder = tmp_path_factory.mktemp("home")
     pictures, records = helpers.write_captioned(folder / "images", 60)
     (folder / "tars").mkdir()

@@ -65,7 +65,7 @@ def test_other_formats_are_read_by_soundfile_also_in_part(
     assert about == [16000, whole.shape[1]]
     assert_allclose(whole[:, :199_500], wave[:, :-500], atol=near)
 
-    for start in range(0, 190_000, 40_000):  # mp3 and ogg alone are wrong after a seek
+    for start in range(0, 190_000, 40_000):  # only mp3 and ogg are wrong after a seek
         found, _, _ = recordings.read(path, start, start + 500)
         assert_allclose(found, whole[:, start:start + 500], atol=1e-5)
 
@@ -256,7 +256,7 @@ LAYOUTS = {
         {"t_mic1.wav": ("one", ""), "t_mic2.wav": ("two", ""), "u.original.wav": ("three", ""),
          "u.wav": ("four", ""), "x.mp3": ("five", ""), "x.wav": ("six", ""),
          "y_mic1.wav": ("seven", ""), "y_mic2.wav": ("", "")}),
-    # Of several recordings of one name, a transcript elsewhere may be of any.
+    # If recordings share a name, a transcript elsewhere could belong to any of them.
     "the same name in several folders": (
         {"s1/001.txt": b"a", "s3/001.txt": b"b", "s3/001.m4a": b"", "txt/001.txt": b"c",
          "metadata.csv": b"001|d"},
@@ -341,7 +341,7 @@ def test_a_fingerprint_changes_with_the_data_and_the_rate_alone(tmp_path):
 
 
 def as_loud(waves):
-    """Waves (..., T) of the loudness that recordings are read with."""
+    """Bring waves (..., T) to the loudness of recordings."""
     waves = waves - waves.mean(-1, keepdim=True)
     return waves * 0.1 / waves.square().mean(-1, keepdim=True).sqrt()
 

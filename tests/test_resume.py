@@ -51,7 +51,7 @@ def state_of(folder, width=8, seed=0, other=False, **settings):
 
 
 def take_steps(state, count=1):
-    """As the scripts do; the data follow from the step."""
+    """Train as the scripts do, with data that depend on the step."""
     models = nn.ModuleList([state.model, *state.others.values()])
     for _ in range(count):
         data = torch.randn(16, 4, generator=torch.Generator().manual_seed(state.step))
@@ -98,7 +98,7 @@ def steps_of(run):
 def test_a_scale_is_resumed_and_starts_anew_after_a_change_of_precision(
         before, after, scale, tmp_path):
     state = state_of(tmp_path, precision=before)
-    state.scaler.scale(torch.ones(()))  # a scaler makes its state when it is first used
+    state.scaler.scale(torch.ones(()))  # a scaler creates its state when it is first used
     state.scaler.update(512.0)
     resumed = state_of(tmp_path, precision=after)
     resumed.load(state.contents(), "x.pt")
@@ -201,7 +201,7 @@ def test_a_forks_mistake_while_restoring_is_not_blamed_on_the_file(tmp_path):
 
 def test_the_newest_few_are_kept_once_and_what_was_not_recorded_goes(tmp_path):
     opened(tmp_path)
-    # Of a save that was not recorded, one that was cut off, and a copy by the user.
+    # An unrecorded save, an incomplete save, and a copy by the user.
     for name in ("05.pt", "50.pt.tmp", "10_mine.pt"):
         checkpoint.save({"model": {}}, tmp_path / f"checkpoints/step_000000{name}")
     run = opened(tmp_path)
@@ -306,7 +306,7 @@ def test_the_record_has_what_a_start_resumes_and_a_run_without_checkpoints_begin
 @pytest.mark.parametrize("spoil", ["weights", "average"])
 def test_weights_that_are_not_finite_are_not_saved_and_the_checkpoint_before_stands(
         spoil, tmp_path):
-    """Promise 4: a finite gradient may move a weight beyond the largest number."""
+    """Promise 4: even a finite gradient may overflow a weight."""
     run = opened(tmp_path)
     state = commit(run, 10)
     state.step = 20
@@ -331,7 +331,7 @@ def test_a_drop_forgets_the_steps_from_there_on(tmp_path):
 
 def hold(folder, pipe):
     run = opened(folder)
-    if child := os.fork():  # as a worker, which lives on when its parent is killed
+    if child := os.fork():  # like a worker, which survives when its parent is killed
         pipe.send(child)
     pipe.recv()
     run.lock_file.close()
@@ -400,7 +400,7 @@ def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_
         reached = again.step
         take_steps(again, 3 - reached)
         run.save(again)
-        (file,) = (folder / "checkpoints").iterdir()  # no scrap of a save that was cut off is left
+        (file,) = (folder / "checkpoints").iterdir()  # nothing of the incomplete save is left
         assert same(checkpoint.load(file), state.contents())
     assert reached == 2
 
@@ -440,7 +440,7 @@ def test_a_validation_loss_that_is_not_finite_drops_its_checkpoints_and_names_th
 
 
 def best_by_rank(folder):
-    """Which ranks know a best loss after an evaluation, and the files there are."""
+    """(ranks that know a best loss after an evaluation, files)."""
     run = resume.RunFolder(folder)
     if dist.is_main():
         run.open()
@@ -643,7 +643,7 @@ def test_a_best_pt_that_is_newer_than_the_checkpoint_or_damaged_is_not_believed(
     best.write_bytes(best.read_bytes()[:99])
     assert start_of(tmp_path).best_val_loss == math.inf
     assert "best.pt: damaged, so it will be replaced" in capsys.readouterr().err
-    # Without a checkpoint it is a new run, whose best one is its own.
+    # Without a checkpoint it is a new run, which has its own best.pt.
     checkpoint.save(contents | {"step": 0}, best)
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "auto_resume.json").unlink()
@@ -656,7 +656,7 @@ def test_a_best_pt_that_is_newer_than_the_checkpoint_or_damaged_is_not_believed(
     (0, 0, 8, 8, False),
     (0, 0, 2, 16, False),  # the most there may be
     (0, 16, 2, 16, False),  # the run's
-    (0, 24, 3, 24, False),  # more than the most, and a chunk for each rank: 24, 24, 16
+    (0, 24, 3, 24, False),  # more than the maximum, and a chunk for each rank: 24, 24, 16
     (0, 16, 4, 16, False),
     (0, 16, 8, 8, True),  # of which there would be too few
     (0, 12, 7, 10, True),
@@ -753,7 +753,7 @@ def test_a_file_elsewhere_is_downloaded_beside_the_run_unless_the_run_has_its_ow
 # What a run starts with
 
 def start(path, folder, **settings):
-    """The contents of this rank's state, resumed from the file `path`, or not."""
+    """The contents of this rank's state, optionally resumed from the file `path`."""
     state = state_of(folder, seed=dist.rank(), other=True, **settings)
     resume.restore(SimpleNamespace(resume_from=path), state)
     return state.contents()

@@ -16,7 +16,7 @@ from common.models import audio, semantic
 
 
 class Raw(recordings.Syllables):
-    """Syllables as they are made, not brought to one loudness."""
+    """Syllables without loudness normalization."""
 
     def wave(self, index, *crop):
         return torch.from_numpy(synthetic.speak(self.texts[index], self.speaker_of[index]))
@@ -70,7 +70,7 @@ def test_a_sound_has_the_same_tokens_alone_inside_of_another_and_in_blocks(
     waves = torch.cat([DATASET.wave(i) for i in range(10)])
     waves = waves[: len(waves) // 160 * 160]
     whole = tokenizer.encode(waves)
-    # A window reaches 120 samples beyond its frame.
+    # A window extends 120 samples beyond its frame.
     prompt = tokenizer.encode(waves[:8_000])
     assert_array_equal(prompt[:-1], whole[:49])
     monkeypatch.setattr(audio, "BLOCK_FRAMES", 100)

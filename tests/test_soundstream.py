@@ -16,7 +16,7 @@ def test_encoder_and_decoder_are_causal_by_frame():
     codec = make_codec(strides=(4, 3))  # frames of 12 samples
     wave = torch.randn(2, 156)
     frames = codec.encode_latents(wave)
-    for sample in (60, 71):  # the first and the last of frame 5
+    for sample in (60, 71):  # the first and the last sample of frame 5
         other = wave.clone()
         other[:, sample] += 1
         change = (codec.encode_latents(other) - frames).abs().amax((0, 2))
@@ -114,7 +114,7 @@ def test_adversarial_losses_are_hinges_feature_distances_and_r1_and_spare_the_ot
     parameters = [*discriminators.parameters()]
     fake = torch.randn(4, 2000, requires_grad=True)
     real = torch.randn(4, 2000, requires_grad=True)
-    codec_loss = their_loss = 0  # four times too large: summed over discriminators
+    codec_loss = their_loss = 0  # four times too large: a sum over discriminators
     for d in discriminators:
         fake_score, fake_features = d(fake)
         real_score, real_features = d(real)

@@ -127,7 +127,7 @@ def test_a_saver_that_cannot_be_meant_is_refused(text, message):
 # Copies
 
 def run_of(folder, latest=None, best=None):
-    """A run in `folder` that has saved a checkpoint of the step `latest`, and the step `best`."""
+    """A run in `folder` with a checkpoint of step `latest`, and best.pt of step `best`."""
     folder = folder / "run"
     checkpoints = []
     best_entry = {}

@@ -101,7 +101,7 @@ def copied(batch, seeds):
 
 
 def varied(batch, seeds):
-    """Both shapes as often; the last 4 of 16 in the other color."""
+    """Both shapes are equally frequent; the last 4 of 16 have the other color."""
     number = torch.arange(len(batch["text_embed"])) % 16
     color = batch["text_embed"].argmax(-1) // 2 ^ (number >= 12)
     return torch.eye(4)[color * 2 + number % 2]
@@ -109,7 +109,7 @@ def varied(batch, seeds):
 
 @pytest.mark.parametrize("sample, match, coverage", [(copied, 1, 0), (varied, 0.75, 1)])
 def test_scores_of_embeddings_tell_copies_from_variety(sample, match, coverage, tmp_path):
-    """Captions name the color, and not the shape."""
+    """Captions mention the color, but not the shape."""
     records = []
     for color, shape in itertools.product(("red", "blue"), ("ring", "star")):
         attributes = {**PLAIN, "color": color, "shape": shape}
@@ -139,7 +139,7 @@ def test_recordings_are_what_their_records_say(spoken):
     for text, speaker, wave in spoken:
         names = text.split()
         assert len(wave) == len(names) * 1920
-        for i, name in enumerate(names):  # in its middle, a syllable is as by itself
+        for i, name in enumerate(names):  # in its middle, a syllable is the same as alone
             alone = synthetic.speak(name, speaker)
             middle = wave[1920 * i + 640 : 1920 * i + 1280]
             assert_allclose(middle, alone[640:1280], atol=1e-6)

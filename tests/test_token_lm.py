@@ -26,12 +26,12 @@ def transformer(*streams, vocabulary=()):
     cfg = SimpleNamespace(width=16, depth=2, heads=2, dropout=0.0, max_text_len=4)
     lengths = {"max_frames": 8, "max_context": 4, "frame_rate": 50.0}
     model = token_lm.TokenTransformer(cfg, streams, **lengths, vocabulary=vocabulary)
-    model.classifiers.data *= 5  # so that rounding does not decide what is most probable
+    model.classifiers.data *= 5  # so that rounding does not change the most probable code
     return awake(model, std=0.5).eval()
 
 
 def random_tokens(streams, *lengths):
-    """For each sample its streams' codes (T, Q). lengths: of each stream, one a sample."""
+    """The codes (T, Q) of each stream for each sample. lengths: of each stream, one per sample."""
     columns = []
     for stream, column in zip(streams, lengths):
         K = stream.codebook_size
@@ -91,7 +91,7 @@ def test_codes_are_sampled_from_the_softmax_of_the_most_probable(sampling, expon
 
 
 def naive(model, sample, frames, texts, scale):
-    """Add `frames` of the most probable codes, each from a pass over the whole sequence."""
+    """Append `frames` of the most probable codes, each from a pass over the whole sequence."""
     context, prompt = sample
     Q = model.streams[-1].num_quantizers
     codes = prompt.flatten().tolist()
@@ -104,7 +104,7 @@ def naive(model, sample, frames, texts, scale):
             outputs, _ = model.forward_cached(rows[None, : start + 1 + i], condition)
             x = x + weight * outputs[0, -1]
         logits = model.classifiers[i % Q] @ x
-        if i % Q or not i:  # EOS is for a frame, and no recording is empty
+        if i % Q or not i:  # EOS begins a frame, and no recording is empty
             logits[5] = NEVER
         code = logits.argmax().item()
         if code == 5:

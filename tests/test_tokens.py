@@ -55,7 +55,7 @@ def settings(folder, workers=0):
 
 
 def cached(folder, count, checksum, failing=None, workers=0):
-    """(error, "" or of another rank, recordings encoded in this process) of a cache."""
+    """(error or "", recordings encoded in this process) of a cache."""
     encoded = []
 
     def encode(index):
@@ -167,7 +167,7 @@ def test_an_error_of_a_worker_that_reads_ahead_ends_the_run_and_what_was_done_is
 
 
 def in_a_process(work, *arguments):
-    """The exit status of `work` in a process of its own."""
+    """The exit status of `work` in a separate process."""
     process = FORK.Process(target=work, args=arguments)
     process.start()
     process.join()
@@ -209,7 +209,7 @@ def test_a_kill_at_any_moment_loses_the_recording_in_work(tmp_path):
     folder.mkdir()
     for number in (0, 1, 5, 6, 12, 19):
         assert in_a_process(end_at, folder, signal.SIGKILL, number) == -signal.SIGKILL
-    for moment in ("replace", "unlink"):  # as it is joined: before it is there, and after
+    for moment in ("replace", "unlink"):  # while it is joined: before it exists, and after
         assert in_a_process(end_at, folder, moment, 0) == -signal.SIGKILL
     assert in_a_process(end_at, folder, "", 0) == 0
     encoded = (folder / "encoded").read_text().split()
@@ -247,7 +247,7 @@ def test_a_cache_of_another_size_is_made_anew(size, tmp_path):
 
 def fill_the_disk(folder):
     tokens.PIECE_SECONDS = 0
-    # A piece of one recording takes 772 bytes, and 6 a frame.
+    # A piece with one recording has 772 bytes, and 6 per frame.
     resource.setrlimit(resource.RLIMIT_FSIZE, (800, 800))
     error, encoded = cached(folder, 20, "a")
     assert "File too large, writing" in error, error
@@ -319,7 +319,7 @@ def make_crops(frames, frame_rate=50, words=None):
 
 
 def without_codes(crops):
-    """The crops of semantic tokens alone, at 50 a second."""
+    """Crops of only semantic tokens, 50 per second."""
     return tokens.TokenCrops(
         crops.dataset,
         crops.seconds,
@@ -345,7 +345,7 @@ def test_tokens_of_a_crop_are_of_the_same_time_and_only_true_ends_end(rate):
         assert ended == (last == lengths[index] - 1)
         assert not ended or words[-1] == crops.semantic_tokens.frames[index] - 1
     batch, usable = crops.fetch(np.arange(4))
-    # A text says all of a recording: a crop that is a part of one has none.
+    # A text belongs to a whole recording, so a part of it has no text.
     assert batch == {"ended": [False, True, True, False], "text": ["", "text 1", "text 2", ""]}
     assert usable.all()
     batch, _ = crops.fetch(np.zeros(2000, int), order.random_bits(np.arange(2000), 0))
@@ -369,7 +369,7 @@ def test_repeated_semantic_tokens_are_removed_and_empty_recordings_are_unusable(
         (0, 30, "ABC"),
         (15, 30, "BC"),  # B is still sounding
         (9, 11, "AB"),
-        (12, 12, "B"),  # no time at all
+        (12, 12, "B"),  # an empty window
         (0, 0, "A"),
     ],
 )
@@ -389,7 +389,7 @@ def flickering(content, durations, share, generator):
 
 
 def test_what_is_heard_finds_its_place_though_a_tenth_of_it_flickers():
-    """30 s: counting changes would be hundreds of places off."""
+    """30 s: merely counting changes would be off by hundreds of positions."""
     generator = np.random.default_rng(0)
     content = generator.integers(0, 36, 800)
     content = content[np.append(True, np.diff(content) != 0)]

@@ -28,7 +28,7 @@ def offline(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     if "wandb" in sys.modules:
-        sys.modules["wandb"].teardown()  # it keeps the environment of earlier tests until then
+        sys.modules["wandb"].teardown()  # until then it has the environment of earlier tests
     with contextlib.suppress(ImportError):
         from tensorboard.summary.writer import event_file_writer
         clock = itertools.count(time.time())
@@ -59,7 +59,7 @@ def test_what_is_logged_reads_back_and_what_is_not_finite_is_null(tmp_path):
     log.log(4, {"samples/test_0.png": ""}, test_loss=0.5)
     assert lines(tmp_path)[0] == {
         "step": 3, "loss": 0.1 + 0.2, "best": None, "zero": 0, "samples": {file: "a star"}}
-    # In a logger samples have the same name at every step.
+    # In loggers, samples have the same name at every step.
     validation = ("samples/validation_0.png", tmp_path / file, "a star")
     test = ("samples/test_0.png", tmp_path / "samples/test_0.png", "")
     assert calls == [
@@ -76,7 +76,7 @@ def test_on_resume_later_and_torn_lines_are_dropped_and_come_again_once(torn, tm
     """Promise 1"""
     def log_from(log, first):
         for step in range(first, 11):
-            if step % 5 == 1:  # an evaluation is at the start of a step, and so comes again
+            if step % 5 == 1:  # an evaluation is at the start of a step, so it is repeated
                 log.log(step - 1, val_loss=2 / step)
             log.log(step, loss=1 / step)
     log_from(tracker_of(tmp_path), 1)
@@ -158,7 +158,7 @@ def test_results_are_a_table_that_rank_0_alone_prints(on_ranks):
 
 
 def tracks(folder):
-    """What a rank has of a Tracker that logs, prints, sends, and writes a page."""
+    """The effects of a Tracker that logs, prints, sends, and writes a page, on one rank."""
     if dist.is_main():
         log = tracker_of(folder)
     else:
@@ -222,7 +222,7 @@ def test_a_logger_hears_how_a_run_ended_and_a_signal_then_does_not_hide_its_erro
 # Loggers
 
 def log_steps(log, steps):
-    """Lines and samples such as a script logs, the same whenever a step is logged."""
+    """Lines and samples like those of a script, which depend only on the step."""
     folder = log.run.folder
     for step in steps:
         log.log(step, loss=1 / step, broken=math.nan)

@@ -23,7 +23,7 @@ run = functools.partial(helpers.run, "train_audio")
 
 
 def train(whole, stage, folder, **settings):
-    """Train one stage in `folder`, on earlier stages of the run `whole`; returns the output."""
+    """Train one stage in `folder`, with earlier stages of the run `whole`; returns its output."""
     usual = {**STAGES[stage], "data": whole.parent / "voices", "run_dir": folder}
     if stage in ("coarse", "fine") and folder != whole:
         usual["soundstream"] = whole / "soundstream"
@@ -32,7 +32,7 @@ def train(whole, stage, folder, **settings):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of a run of all four stages, on the recordings in voices/ beside it."""
+    """The folder of a run of all four stages, trained on the recordings in voices/ beside it."""
     folder = tmp_path_factory.mktemp("world")
     voices = write_voices(folder / "voices")
     (voices / "z.wav").write_bytes(b"")
@@ -41,7 +41,7 @@ def whole(tmp_path_factory):
         assert "1 of 41 checked samples cannot be used" in out
         again = train(folder / "whole", stage, folder / "whole")
         assert "is finished at step 6; give more --steps to continue" in again
-    # A run may be in a folder that only others may write to.
+    # A run may be in a folder that this user cannot write to.
     out = run("evaluate", run_dir=folder / "whole", out=folder / "scores", device="cpu")
     follow(out, "--device=cpu", "--out", folder / "next.wav")
     assert (folder / "scores/scores.json").exists()
@@ -159,7 +159,7 @@ def test_all_stages_are_trained_and_the_built_in_syllables_scored_alike_on_any_r
     assert "wrote" in follow(out, "--device=cpu", "--out", "next.wav")
     for name in ("step_00000004_0", "test_1"):
         assert read_wave(f"run/coarse/samples/{name}.wav").any()
-    # In step 2 the codec has no codebooks yet.
+    # At step 2 the codec has no codebooks yet.
     evaluated = [line["step"] for line in metrics("run/soundstream") if "val_loss" in line]
     assert evaluated == [4, 6]
     assert files.files_below("run/sounds")
@@ -174,7 +174,7 @@ def test_all_stages_are_trained_and_the_built_in_syllables_scored_alike_on_any_r
 
 
 def sampled(**settings):
-    """What `sample` prints, and the wave of the file that it writes."""
+    """(output of `sample`, wave in the file that it writes)."""
     out = run("sample", device="cpu", out="out.wav", **settings)
     return out, read_wave("out.wav")
 
@@ -273,7 +273,7 @@ def test_a_sound_five_times_as_long_as_a_crop_shows_a_stage_no_more_than_its_tra
     prompt = pipeline.prompt(wave)
     (sound,) = pipeline.generate([prompt], 5 * 0.4, [0], sampling=token_lm.SamplingParams(0.0))
     assert sound.shape == (len(prompt.codes) + 100, 4)  # 50 frames a second
-    # A later window of coarse begins with the semantic token that is heard there.
+    # A later window of coarse begins with the semantic token that sounds there.
     content = torch.cat([prompt.semantic, *(new for _, new in calls["semantic"])])
     known = prompt.codes[:, :2]
     assert [length for _, length, _ in calls["coarse"]] == [10] * 10  # they overlap by half

@@ -79,7 +79,7 @@ def trained(world):
 
 
 def make(**settings):
-    """A small U-Net whose embeddings are 16 wide, and text encodings 12.
+    """A small U-Net for embeddings of width 16 and text encodings of width 12.
 
     settings: of the base's config. Others are constants of its class, as those of a fork are.
     """
@@ -114,7 +114,7 @@ def test_the_clip_embeds_images_in_fp32_also_within_autocast():
 
 
 def inputs(unet, count=3):
-    """The arguments of the U-Net by name, with nothing dropped."""
+    """The arguments of the U-Net by name, without dropped conditions."""
     cfg = unet.cfg
     condition = {"image_embed": torch.randn(count, 16)}
     if cfg.text_encodings:
@@ -173,7 +173,7 @@ def test_every_parameter_gets_a_gradient_and_checkpointing_gives_the_same(settin
         unet.middle[0].conv1.register_forward_pre_hook(lambda *_: calls.append(1))
         train_decoder.diffusion_loss(unet, batch, condition).backward()
         gradients.append([p.grad for p in unet.parameters()])
-    assert len(calls) == 3  # with checkpointing the block is computed twice
+    assert len(calls) == 3  # with checkpointing, the block is computed twice
     for gradient, again in zip(*gradients):
         assert gradient.any() and torch.equal(gradient, again)
 
@@ -280,7 +280,7 @@ def test_an_upsampler_learns_from_blurred_crops_with_noise_of_the_level_it_is_gi
     noise = (noisy - clean) / sigma
     assert (noise.flatten(1).std(1) - 1).abs().max() < 0.25
 
-    # Crops from everywhere. What is enlarged is a part that has all that they depend on.
+    # Crops from everywhere. The enlarged window has all pixels that they depend on.
     crop = crop or size
     corners = batch["image"][:, 0, 0, :2].long()
     assert torch.equal(corners, batch["corner"])
@@ -311,7 +311,7 @@ def test_an_upsampler_learns_from_blurred_crops_with_noise_of_the_level_it_is_gi
 def test_sampling_equals_one_with_two_passes_a_step(scale, eta, settings):
     unet = make(**settings, low_res_size=8, low_res_noise=0.3).eval()
     cfg = unet.cfg
-    if cfg.objective == "x0":  # so that clipping is reached; elsewhere it enlarges rounding
+    if cfg.objective == "x0":  # so that clipping is used; elsewhere it amplifies rounding
         unet.out[-1].weight.data[:3] *= 10
     given = inputs(unet)
     low_res = torch.rand(3, 3, 8, 8)
@@ -355,7 +355,7 @@ def test_dream_moves_the_noise_by_the_networks_own_error_in_training_alone(objec
     x0_hat = diffusion.predict_x0(objective, out[:, :3], first[0], *levels)
     error = noise - (first[0] - alpha * x0_hat) / sigma
     moved = noise + sigma * error
-    # At the last timesteps epsilon divides by an alpha near 0, which enlarges rounding.
+    # At the last timesteps, epsilon divides by an alpha near 0, which amplifies rounding.
     usual = timestep < 45
     assert_close(second[0][usual], (alpha * x0 + sigma * moved)[usual], rtol=1e-3, atol=1e-3)
     target = diffusion.target(objective, x0, moved, *levels)
@@ -409,7 +409,7 @@ def test_evaluate_repeats_the_metrics_of_training_on_any_ranks_and_takes_a_prior
     shutil.copytree(plain, "bare", ignore=ignore)
     assert evaluate(data="bare") == {"frechet_distance": real["frechet_distance"]}
     out = run("evaluate", **settings | {"data": "bare"}, expect=1)
-    assert "bare: no captions, which --prior needs" in out
+    assert "bare: has no captions, which --prior needs" in out
 
 
 def test_another_clip_of_another_width_may_judge_and_pictures_are_left_for_other_scores(
@@ -427,7 +427,7 @@ def test_another_clip_of_another_width_may_judge_and_pictures_are_left_for_other
     other = config.read_json("other.json")
     assert other.keys() == own.keys() and other["clip_score"] != own["clip_score"]
 
-    # The scores follow from the files, which are all there.
+    # The scores can be computed from the files, which are complete.
     judge = clips.load("judge", CPU)
     files = sorted(Path("samples/generated").glob("*.png"))
     real = sorted(Path("samples/real").glob("*.png"))
@@ -437,7 +437,7 @@ def test_another_clip_of_another_width_may_judge_and_pictures_are_left_for_other
     text = judge.text_condition(texts, 1)["text_embed"]
     cosines = torch.cosine_similarity(judge.embed_image(pictures), text)
     assert len(files) == 12
-    assert Path("samples/.output").is_file()  # no data for a training on what is around it
+    assert Path("samples/.output").is_file()  # its files are not data for other trainings
     assert 100 * cosines.clamp(min=0).mean().item() == pytest.approx(other["clip_score"], rel=1e-4)
     out = run("evaluate", **settings, samples="samples", expect=1)
     assert "--samples samples: expected a new folder, or an empty one" in out
@@ -479,7 +479,7 @@ def test_adapters_alone_are_trained(trained, world):
 
 
 def sample(**settings):
-    """The pictures (N, H, W, 3) that the sample command writes."""
+    """The images (N, H, W, 3) that the sample command writes."""
     given = dict(steps=(3, 2), num_samples=2, device="cpu", pictures="pictures", out="grid.png")
     shutil.rmtree("pictures", ignore_errors=True)
     out = run("sample", **given | settings)
@@ -533,7 +533,7 @@ def test_a_negative_text_takes_the_place_of_no_text(trained, world):
     assert (read_picture("grid.png")[-44:] == captions).all()
     assert (captions < 255).any()
     assert difference(away, sample(**settings, negative_text="something blue", max_batch=1)) <= 1
-    # Away from the text itself, guidance leads nowhere.
+    # Guidance away from the text itself has no effect.
     settings |= dict(negative_text=text)
     nowhere = sample(**settings)
     assert difference(nowhere, sample(**settings | {"guidance_scale": 7})) <= 1
@@ -593,7 +593,7 @@ def test_inpainting_keeps_the_black_of_the_mask_exactly(text, trained, world):
     mask[8:24, 10:] = 255
     mask[:4] = (0, 255, 0)  # white alone is drawn
     mask[4:8] = (255, 0, 0)
-    # Larger than the model: a pixel that is white in part is drawn.
+    # Larger than the model: a pixel that is partly white is filled in.
     pixels = read_picture(image).astype(np.uint8)
     for name, array in (("image", pixels), ("mask", mask)):
         array = array.repeat(3, axis=0).repeat(3, axis=1)
@@ -710,7 +710,7 @@ def test_presets_are_stages_and_those_of_papers_have_their_diffusion(name):
 @pytest.mark.parametrize("low_res_size", [0, 8])
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
 def test_all_images_in_training_have_the_layout_of_the_weights(layout, low_res_size, monkeypatch):
-    """A norm of a GPU would copy others. There it is the second layout, on a CPU the first."""
+    """Norms on GPUs would copy other layouts. GPUs have the second layout, CPUs the first."""
     assert train_decoder.layout_on("cpu") == torch.channels_last
     assert train_decoder.layout_on("cuda") == torch.contiguous_format
     monkeypatch.setattr(train_decoder, "layout_on", lambda device: layout)

@@ -27,7 +27,7 @@ run = partial(helpers.run, "train_prior")
 
 
 class Inputs(NamedTuple):
-    """What `Prior.forward` takes."""
+    """The arguments of `Prior.forward`."""
 
     x_t: torch.Tensor
     timestep: torch.Tensor
@@ -299,10 +299,10 @@ def test_evaluation_has_no_dropout_and_no_loss_weights_and_leaves_the_mode_as_it
 def test_similarities_are_means_over_samples(emb, monkeypatch):
     def sample(prior, condition, steps, guidance_scale):
         assert guidance_scale == 2
-        return condition["text_embed"] * (3 - steps)  # copies of the text, or their opposites
+        return condition["text_embed"] * (3 - steps)  # copies of the text, or their negatives
 
     monkeypatch.setattr(train_prior, "sample_embeddings", sample)
-    # In chunks of 10, of which the last has 5.
+    # In chunks of 10; the last one has 5.
     settings = dict(eval_samples=95, eval_timesteps=(2, 4), guidance_scale=2)
     prior, splits = prior_and_splits(emb, **settings)
     dataset, indices = splits["test"]
@@ -551,7 +551,7 @@ def test_a_negative_text_takes_the_place_of_no_text(world):
     assert np.array_equal(guided, by_empty)
     _, away = sample(world / "run", **settings, negative_text="something blue")
     assert np.abs(guided - away).max() > 1e-3
-    # Away from the text itself, guidance leads nowhere.
+    # Guidance away from the text itself has no effect.
     _, by_itself = sample(world / "run", **settings, negative_text=STAR)
     _, not_guided = sample(world / "run", **settings | {"guidance_scale": 1})
     assert_allclose(by_itself, not_guided, atol=1e-5)
@@ -560,7 +560,7 @@ def test_a_negative_text_takes_the_place_of_no_text(world):
 
 
 def evaluated(words):
-    """{metric: value} of the command, before they are rounded and printed."""
+    """{metric: value} of the command, before rounding and printing."""
     found = {}
     train_prior.tracker.print_results = lambda headline, results: found.update(results)
     train_prior.dist.setup = torch.device  # the ranks are there
@@ -626,7 +626,7 @@ def test_a_run_on_captions_needs_no_text_embeddings_and_resumes_with_its_clip_al
     shutil.copytree(world / "emb", "emb")
     shutil.copytree(world / "clip", "clip")
     about = config.read_json("emb/clip.json")
-    del about["made_from"]  # as one's own data, whose captions have no attributes
+    del about["made_from"]  # like users' data, whose captions have no attributes
     checkpoint.write_json(about, "emb/clip.json")
     captions = Path("emb/captions/captions_0.jsonl")
     _, *rows = captions.read_text().splitlines()

@@ -110,10 +110,11 @@ def load(spec, device, fingerprint=None, text_only=False):
 
 
 def clip_of(cfg, model_file=None):
-    """(name of the run's CLIP or None, the expected fingerprint or None).
+    """(name of the run's CLIP or None, its expected fingerprint or None).
 
-    --clip names the CLIP. For "auto", clip.json in --data does, or else the model file, if given.
-    If the two disagree, a note is printed. The fingerprint is from the same place.
+    --clip names the CLIP; for "auto", clip.json in --data names it, or else the model file, if
+    given. The fingerprint comes from clip.json or the model file. If these disagree, a note is
+    printed.
     """
     known = {}
     if model_file:

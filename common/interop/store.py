@@ -141,7 +141,7 @@ SAVERS = {"local": Saver, "wandb": WandBSaver, "huggingface": HuggingFaceSaver}
 
 
 def path_values(folder, step, best_val_loss):
-    """{name: value} that paths of copies may have in braces.
+    """{name: value} for the names in braces that paths of copies may have.
 
     folder: the run folder.
     """

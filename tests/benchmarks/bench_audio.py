@@ -10,7 +10,7 @@ compare it, give one case a call.
 
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads soon leave their core
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads soon yield their core
 
 import math
 import sys
@@ -42,12 +42,12 @@ CODEC = dict(
 TOKENS = dict(width=512, depth=6, heads=8, dropout=0.0, optimizer="adamw", lr=3e-4)
 CLUSTERS = 500
 COARSE_QUANTIZERS = 3
-# Of the last stream; coarse has as many semantic tokens.
+# Tokens of the last stream; coarse has as many semantic tokens.
 FRAMES = {"semantic": 256, "coarse": 128, "fine": 128}
 
 
 def settings(args, stage):
-    """The config of a stage at the benchmark's size, or a preset's."""
+    """The config of a stage, with the benchmark's sizes or those of a preset."""
     if args.preset:
         sizes = train_audio.PRESETS[args.preset][stage]
     elif stage == "soundstream":
@@ -74,7 +74,7 @@ def training(model, cfg):
 
 
 def bench_soundstream(args):
-    """A whole training step with discriminators."""
+    """A complete training step with discriminators."""
     cfg = settings(args, "soundstream")
     device = args.device
     codec = codec_of(cfg, device)
@@ -123,7 +123,7 @@ def bench_soundstream(args):
 
 
 def bench_tokenize(args):
-    """A wave to codes, and codes to a wave, as long as a batch."""
+    """Encode and decode a wave that is as long as a batch."""
     cfg = settings(args, "soundstream")
     codec = codec_of(cfg, args.device).eval().requires_grad_(False)
     wave = 0.3 * torch.randn(args.batch * round(cfg.seconds * cfg.sample_rate))
@@ -142,7 +142,7 @@ def bench_tokenize(args):
 
 
 def make(args, stage):
-    """(config, transformer, for each sample the codes (T, Q) of its streams)."""
+    """(config, transformer, [codes (T, Q) of each stream] for each sample)."""
     cfg = settings(args, stage)
     quantizers = 12 if args.preset else 8
     semantic = token_lm.Stream("semantic", 1, CLUSTERS)
@@ -160,7 +160,7 @@ def make(args, stage):
 
 
 def bench_step(args, stage):
-    """A whole training step of a transformer; its last stream is predicted."""
+    """A complete training step of a transformer, which predicts the last stream."""
     cfg, model, samples = make(args, stage)
     sequences = [token_lm.build_sequence(model.streams, codes) for codes in samples]
     last = model.streams[-1]

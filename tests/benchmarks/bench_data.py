@@ -27,26 +27,26 @@ from common.data import embeddings, images, media
 
 PER_TAR = 10_000  # pictures
 SHARDS = 1000  # of captions
-DISTINCT = 10  # files; the others are links to them
-BATCH = 256  # items that are read at once
+DISTINCT = 10  # real files; the others are links to them
+BATCH = 256  # items per read
 SECONDS = 3.0  # of reading
 
 
 def member(name, content):
-    """A file in a tar, as bytes."""
+    """A tar member as bytes."""
     info = tarfile.TarInfo(name)
     info.size = len(content)
     return info.tobuf() + content + bytes(-len(content) % 512)
 
 
 def link_all(paths):
-    """Link all but the first few of `paths` to these. How many rows there are is what counts."""
+    """Link all but the first few of `paths` to these, as only the number of rows matters."""
     for number, path in enumerate(paths[DISTINCT:]):
         os.link(paths[number % DISTINCT], path)
 
 
 def make_pictures(folder, rows):
-    """Tars of tiny pictures with a caption each."""
+    """Tars of tiny captioned images."""
     folder.mkdir()
     picture = media.png(np.zeros((1, 1, 3), np.uint8))
     per_tar = min(rows, PER_TAR)
@@ -129,7 +129,7 @@ def measure(case, folder, rank, ranks, results):
     """Open and read as one of the ranks; put (seconds, `memory` taken, items a second)."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     settings = {}
-    if "index_dir" in inspect.signature(embeddings.Embeddings).parameters:  # not long ago
+    if "index_dir" in inspect.signature(embeddings.Embeddings).parameters:  # a short time ago
         settings["index_dir"] = folder / f"index_{ranks}"
     before = memory(folder)
     start = time.perf_counter()
@@ -153,7 +153,7 @@ def measure(case, folder, rank, ranks, results):
 
 def on_ranks(*arguments, ranks):
     """(most seconds, most memory, sum of items a second) of `measure` in `ranks` processes."""
-    spawn = multiprocessing.get_context("spawn")  # forked ones would share memory
+    spawn = multiprocessing.get_context("spawn")  # forked processes would share memory
     results = spawn.SimpleQueue()
     processes = []
     for rank in range(ranks):

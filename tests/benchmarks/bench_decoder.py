@@ -10,7 +10,7 @@ case a call when it is to be compared.
 
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads soon leave their core
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads soon yield their core
 
 import sys
 from pathlib import Path
@@ -34,12 +34,12 @@ MODEL = dict(
     timestep_density="uniform",
 )
 BASE = dict(image_size=32, cond_width=128, attention_levels=(2,), learned_variance=True)
-STEPS = 50  # of sampling
+STEPS = 50  # sampling steps
 UPSAMPLE = dict(image_size=64, low_res_size=32, random_crop=0)
 
 
 def make(args, upsample, batch):
-    """(config, U-Net, batch of that size, condition) at the benchmark's size, or a preset's."""
+    """(config, U-Net, batch, condition), with the benchmark's sizes or those of a preset."""
     settings = MODEL | (UPSAMPLE if upsample else BASE)
     if args.preset:
         settings = dict(train_decoder.PRESETS[args.preset])
@@ -57,7 +57,7 @@ def make(args, upsample, batch):
     fields = {"image": torch.randint(256, (batch, size, size, 3), dtype=torch.uint8)}
     if upsample:
         fields = train_decoder.cut_crops(fields, np.arange(batch), cfg)
-    condition = {}  # as a CLIP would give it
+    condition = {}  # like the output of a CLIP
     if cfg.image_condition:
         condition["image_embed"] = torch.randn(batch, args.embed)
     if has_text:
@@ -69,7 +69,7 @@ def make(args, upsample, batch):
 
 
 def bench_train(args, upsample):
-    """A whole training step: forward, backward, clip, AdamW, EMA."""
+    """A complete training step: forward, backward, clip, AdamW, EMA."""
     cfg, unet, batch, condition = make(args, upsample, args.batch)
     optimizers = optim.make(unet, "adamw", 1e-4, cfg.weight_decay)
     average = ema.EMA(unet, decay=0.9999)

@@ -9,7 +9,7 @@ embeddings. Peak memory is that of the process: to compare it, give one case a c
 
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads soon leave their core
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads soon yield their core
 
 import argparse
 import json
@@ -29,14 +29,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import train_prior
 from common import amp, checkpoint, ema, loader, optim, order
 
-SIDE = 2048  # of the matrices whose product is the peak
-STEPS = 64  # of sampling
+SIDE = 2048  # size of the matrices whose product measures the peak
+STEPS = 64  # sampling steps
 SIZES = dict(width=512, depth=6, heads=8)
 CASES = ("train", "sample", "train_embedding", "sample_embedding", "ema", "checkpoint", "order")
 
 
 def timed(function, device, repeats, warmup=2):
-    """Milliseconds of each of `repeats` calls after `warmup`."""
+    """Milliseconds of each of `repeats` calls, after `warmup` calls."""
 
     def wait():
         if device.type == "cuda":
@@ -56,7 +56,7 @@ def timed(function, device, repeats, warmup=2):
 
 def flops_of(function):
     """Floating-point operations of the matrix products and convolutions of one call."""
-    # Not compiled, and attention as plain products: the counter sees through neither.
+    # Without compiling, and with attention as plain products, which the counter needs.
     counter = FlopCounterMode(display=False)
     with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH), counter:
         function()
@@ -64,21 +64,21 @@ def flops_of(function):
 
 
 def peak_flops(args):
-    """FLOP a second of a product of square matrices in the benchmark's precision: best of ten."""
+    """FLOP per second of a square matrix product in the benchmark's precision, the best of ten."""
     left, right = torch.randn(2, SIDE, SIDE, device=args.device, dtype=amp.DTYPES[args.precision])
     times = timed(lambda: left @ right, args.device, 10)
     return 2 * SIDE**3 / min(times) * 1e3
 
 
 def peak_memory(args):
-    """The most memory in MB that the process, or on a GPU its tensors, had so far."""
+    """Peak memory in MB of the process or, on a GPU, of its tensors."""
     if args.device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def measure(case, args, function, repeats, warmup=2, **facts):
-    """Time `function`, and emit its line.
+    """Time `function`, and print its line.
 
     facts: numbers, or functions of the seconds that a call takes, the median.
     """
@@ -87,10 +87,10 @@ def measure(case, args, function, repeats, warmup=2, **facts):
     function()
     if args.device.type == "cuda":
         torch.cuda.synchronize()
-    first = time.perf_counter() - start  # with --compile this is what it costs
+    first = time.perf_counter() - start  # with --compile this includes compiling
     times = timed(function, args.device, repeats, warmup)
-    memory = peak_memory(args)  # of what is timed: counting FLOPs takes more
-    peak = (before + peak_flops(args)) / 2  # machines drift
+    memory = peak_memory(args)  # before counting FLOPs, which takes more memory
+    peak = (before + peak_flops(args)) / 2  # the speed of machines drifts
     flops = flops_of(function)
     seconds = statistics.median(times) / 1e3
     rates = dict(facts)
@@ -111,7 +111,7 @@ def measure(case, args, function, repeats, warmup=2, **facts):
 
 
 def emit(case, args, times, memory=0.0, **facts):
-    """One line of JSON: the median and least milliseconds, the peak memory, and `facts`."""
+    """Print a JSON line: median and minimum milliseconds, peak memory, and `facts`."""
     line = dict(
         case=case,
         device=args.device.type,
@@ -127,7 +127,7 @@ def emit(case, args, times, memory=0.0, **facts):
 
 
 def flags(usage, cases, presets, batch, repeats):
-    """A parser of what every benchmark can be told."""
+    """A parser for the flags that all benchmarks share."""
     parser = argparse.ArgumentParser(
         description=usage, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -143,7 +143,7 @@ def flags(usage, cases, presets, batch, repeats):
 
 
 def make(args, encodings):
-    """(config, prior, optimizers, average, batch) at the benchmark's size, or a preset's."""
+    """(config, prior, optimizers, average, batch), with the benchmark's sizes or a preset's."""
     preset = train_prior.PRESETS[args.preset] if args.preset else SIZES
     sizes = {name: preset[name] for name in (*SIZES, "max_text_len") if name in preset}
     cfg = train_prior.Config(
@@ -170,7 +170,7 @@ def make(args, encodings):
 
 
 def bench_train(args, encodings):
-    """A whole training step: forward, backward, clip, AdamW, EMA."""
+    """A complete training step: forward, backward, clip, AdamW, EMA."""
     cfg, prior, optimizers, average, batch = make(args, encodings)
     scaler = amp.scaler(args.device, args.precision)
     count = 0
@@ -225,7 +225,7 @@ def bench_sample(args, encodings):
 
 
 def bench_ema(args):
-    """An update of 29M parameters in 300 tensors, beside the one call that it cannot do without."""
+    """An update of 29M parameters in 300 tensors, compared with its single necessary call."""
     layers = []
     for _ in range(75):
         layers += [torch.nn.Linear(312, 624), torch.nn.Linear(624, 312)]
@@ -236,7 +236,7 @@ def bench_ema(args):
         shadow = [p.clone() for p in source]
     ratios = []
     times = []
-    for _ in range(5):  # in turns, since machines drift
+    for _ in range(5):  # alternating, because the speed of machines drifts
         bare = timed(lambda: torch._foreach_lerp_(shadow, source, 1e-4), args.device, args.repeats)
         ours = timed(lambda: average.update(1000), args.device, args.repeats)
         ratios.append(statistics.median(ours) / statistics.median(bare))

@@ -31,7 +31,7 @@ TOGETHER = FORK.Barrier(2)
 
 
 class Same:
-    """A list of `count` equal items, which takes no memory."""
+    """A list of `count` equal items that needs no memory."""
 
     def __init__(self, count, item):
         self.count = count
@@ -45,7 +45,7 @@ class Same:
 
 
 class Recordings:
-    """Recordings of 5 to 25 seconds, each of whose waves is its number."""
+    """Recordings of 5 to 25 seconds, whose waves are their numbers."""
 
     def __init__(self, hours):
         self.count = round(hours * 3600 / 15)
@@ -91,7 +91,7 @@ def memory():
 
 
 def growth(before):
-    """What has become of the `memory` before."""
+    """The change since an earlier `memory`."""
     now = memory()
     more, more_anon = now - before
     return {"pss_mb": now[0], "more_mb": more, "more_anon_mb": more_anon}
@@ -101,7 +101,7 @@ def work(crops, count, seed, processes, results):
     """Take crops in a forked process, and send the seconds and the memory."""
     generator = np.random.default_rng(seed)
     indices = generator.integers(0, len(crops.dataset), count)
-    def together():  # memory is measured while all are there
+    def together():  # measure memory while all processes are alive
         if processes > 1:
             TOGETHER.wait()
 
@@ -119,7 +119,7 @@ def work(crops, count, seed, processes, results):
 
 
 def take_crops(case, crops, count):
-    """Emit a line for one process, and one for two."""
+    """Print a line for one process, and one for two."""
     for processes in (1, 2):
         results = FORK.SimpleQueue()
         workers = []

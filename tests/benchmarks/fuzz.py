@@ -25,7 +25,7 @@ from helpers import SMALL, STAGES, flags  # noqa: E402
 
 from common import checkpoint  # noqa: E402
 
-HANG = 300  # seconds, also beside other work
+HANG = 300  # seconds, even on a busy machine
 TRAIN = dict(SMALL, steps=2, log_every=1, eval_every=0, save_every=1, eval_samples=8)
 UNET = dict(
     width=8,
@@ -98,7 +98,7 @@ KINDS = {  # name: (file, command that reads it)
 
 
 def make_world():
-    """Data and runs of all scripts, in the current folder."""
+    """Make data and runs of all scripts in the current folder."""
     import pyarrow.parquet
     import soundfile
     from PIL import Image
@@ -149,7 +149,7 @@ def make_world():
 
 
 def damaged(content, rng):
-    """`content` with a few bytes changed, cut off, or with a block that comes twice."""
+    """`content` with a few bytes changed, or truncated, or with a repeated block."""
     content = bytearray(content)
     way = rng.choice(["bytes", "signs", "cut", "repeat"])
     start = rng.randrange(len(content))
@@ -168,7 +168,7 @@ def attempt(name, *words):
     try:
         helpers.run(name, *words)
         return "well"
-    except Exception as error:  # AssertionError: another status than 0
+    except Exception as error:  # AssertionError: the status is not 0
         out = str(error)
         one_line = isinstance(error, AssertionError) and out.count("error: ") == 1
         return "in one line" if one_line and "Traceback" not in out else repr(error)
@@ -182,7 +182,7 @@ def fuzz(kind, count):
     content = Path(file).read_bytes()
     rng = random.Random(kind)
     found = collections.Counter()
-    weights = None  # of an undamaged run that goes on
+    weights = None  # of an undamaged run that is resumed
     for number in range(count + 1):
         if number:
             Path(file).write_bytes(damaged(content, rng))
@@ -196,7 +196,7 @@ def fuzz(kind, count):
             print(f"{kind}, file {number}: {result[-1500:]}", flush=True)
             result = "wrong"
         found[result] += 1
-        # As it was before.
+        # Restore it.
         shutil.rmtree("new", ignore_errors=True)
         shutil.rmtree("runs/prior")
         shutil.copytree("whole", "runs/prior")
