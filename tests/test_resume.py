@@ -703,11 +703,11 @@ def test_the_models_settings_are_the_files_whatever_a_preset_or_a_default_says(w
 
 
 @pytest.mark.parametrize("words, message", [
-    ("--width 9", "--width 9: x.pt has 12; leave it out"),
-    ("--width 8", "--width 8: x.pt has 12; leave it out"),  # the default, but given
-    ("--objective v", "--objective v: x.pt has x0; leave it out"),
-    ("--preset small --width 3", "--width 3: x.pt has 12; leave it out"),
-    ("--config run.json", "--width 8: x.pt has 12; leave it out"),
+    ("--width 9", "--width 9: the model of x.pt has 12; leave it out"),
+    ("--width 8", "--width 8: the model of x.pt has 12; leave it out"),  # the default, but given
+    ("--objective v", "--objective v: the model of x.pt has x0; leave it out"),
+    ("--preset small --width 3", "--width 3: the model of x.pt has 12; leave it out"),
+    ("--config run.json", "--width 8: the model of x.pt has 12; leave it out"),
 ])
 def test_a_given_setting_of_the_model_that_differs_from_the_files_is_refused(words, message):
     """Promise 8"""
@@ -720,7 +720,7 @@ def test_a_given_setting_of_the_model_that_differs_from_the_files_is_refused(wor
 def test_of_a_config_made_in_python_what_is_not_a_default_was_given():
     assert resume.with_model(Config(), FILE, "x.pt").width == 12
     assert resume.with_model(Config(width=12), FILE, "x.pt").width == 12
-    with pytest.raises(UserError, match=r"--width 9: x\.pt has 12; leave it out"):
+    with pytest.raises(UserError, match=r"--width 9: the model of x\.pt has 12; leave it out"):
         resume.with_model(Config(width=9), FILE, "x.pt")
 
 
