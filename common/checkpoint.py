@@ -162,12 +162,6 @@ def load_weights(module, weights, path):
         raise UserError(
             f"{path}: weights of another model, which differ in {different[:5]}; give its settings"
         )
-    names = not_finite(weights)
-    if names:
-        raise UserError(
-            f"{path}: weights are not finite, such as {names[0]}; give another file (if you delete "
-            "this one, its run resumes from the checkpoint before it)"
-        )
     module.load_state_dict(weights)
 
 

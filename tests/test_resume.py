@@ -167,10 +167,6 @@ def test_a_checkpoint_of_another_or_a_diverged_model_is_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=f"x.pt: weights of another model, .*{part}"):
             state.load(other.contents(), "x.pt")
-    other = state_of(tmp_path, other=True)
-    other.model[1].running_var[2] = math.nan
-    with pytest.raises(UserError, match=r"x.pt: .* not finite, such as 1\.running_var; give ano"):
-        state.load(other.contents(), "x.pt")
 
 
 def test_a_forks_mistake_while_restoring_is_not_blamed_on_the_file(tmp_path):

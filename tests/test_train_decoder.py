@@ -678,7 +678,8 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
     "sample --run_dir trained/upsample": "an upsampler needs an --image to enlarge",
     "sample --run_dir trained/upsample --text x --image plain/0.png --mask plain/0.png":
         "takes no text",
-    "sample --run_dir trained --guidance_scale 1 --text x --negative_text y": "--negative_text needs guidance",
+    "sample --run_dir trained --guidance_scale 1 --text x --negative_text y":
+        "--negative_text needs guidance",
     "evaluate --run_dir trained/upsample --prior prior": "an upsampler, which needs no prior",
     "evaluate --run_dir trained --judge none": "there is no CLIP here",
     "sample --run_dir=": "model.pt: no such checkpoint",
