@@ -121,7 +121,7 @@ def test_a_fit_repeats_varies_with_the_seed_and_takes_what_can_be_read(monkeypat
     assert not np.allclose(fitted_centers(seed=1), centers)
     assert not np.allclose(fitted_centers(hop_length=7_000), centers)  # shorter ones are unusable
     monkeypatch.setattr(tokens, "MAX_FRAMES", 7)
-    with pytest.raises(UserError, match=r"--clusters 8: only 7 frames"):
+    with pytest.raises(UserError, match=r"--clusters 8: there are only 7 frames"):
         fitted_centers()
 
 
