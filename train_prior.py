@@ -499,6 +499,7 @@ def best_embeddings(
             negative,
             candidates,
         )
+    # Compare each candidate with its own text.
     text = condition["text_embed"].repeat_interleave(candidates, 0)
     similarity = F.cosine_similarity(embeds, text)  # (texts · candidates,)
 
@@ -657,6 +658,7 @@ def train(cfg):
 
         cfg = embed.with_builtin_data(cfg, device)
     run, cfg = resume.open_run(cfg, cfg.run_dir, MAX_CHUNK)
+    # The model file that the run resumes from may name the CLIP.
     splits, clip_model, info = dist.on_all(lambda: open_data(cfg, run.source, device))
     dataset, indices = splits["train"]
     identity = resume.identify(run, cfg, splits, clip=info["clip_fingerprint"])
