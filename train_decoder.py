@@ -1587,7 +1587,6 @@ PICTURES_CPU = {
         image_size=32, dropout=0.1,
         batch_size=32, steps=1500,
         guidance_scale=3.0,
-        eta=1.0, eval_steps=25,  # cleaner images than without noise
     ),
     "upsample": dict(
         PICTURES,
