@@ -417,7 +417,7 @@ def train_soundstream(cfg, device):
     save_due = loop.Due(cfg.save_every, state)
 
     def evaluate(split, name):
-        """(metrics of the averaged weights, their sounds as files)"""
+        """(metrics of the averaged weights, {file: caption} of their audio)"""
         with ema.applied(codec):
             metrics = evaluate_codec(codec, cfg, split, device)
             written = reconstructions(codec, split)

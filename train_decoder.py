@@ -216,7 +216,7 @@ class UNetConfig(SharedConfig):
 
 @dataclass(frozen=True)
 class BaseConfig(UNetConfig):
-    """The base: CLIP image embedding, and optionally text -> image"""
+    """The base: CLIP image embedding (and optional text) -> image"""
 
     stage: Literal["base"] = model_field("base", "this stage")
     attention_levels: tuple[NonNegativeInt, ...] = model_field(

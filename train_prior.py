@@ -185,7 +185,7 @@ class Config(config.TrainingRun):
 
     def __post_init__(self):
         super().__post_init__()
-        # Attention splits the width into heads, the timestep embedding into sines and cosines.
+        # The width is split into heads, and in the timestep embedding into sines and cosines.
         if self.width % self.heads or self.width % 2:
             raise UserError(
                 f"--width {self.width}: expected an even multiple of --heads {self.heads}"

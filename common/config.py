@@ -366,7 +366,7 @@ def read_words(parser, words, source=""):
 
 
 def parse(cls, words, usage="", presets=None):
-    """The config for the words of a command line; UserError, or SystemExit(0) after --help.
+    """Parse command-line arguments into a config. UserError if they are wrong.
 
     cls: a config class, or {stage: its class}, whose first stage is the default. presets: {name:
     settings}, which may include "stage"; or {name: {stage: settings}}.

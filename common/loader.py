@@ -63,7 +63,7 @@ class ChunkDataset(torch.utils.data.Dataset):
             if usable.all():
                 break
             for index in indices[~usable]:
-                # Reading it again may succeed, as on a network disk.
+                # A second try may succeed, for example on a network disk.
                 unusable.append(self.dataset.fault(index) or f"sample {index}")
             if len(unusable) > 100 + MAX_UNUSABLE * len(self.indices):
                 raise UserError(

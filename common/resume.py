@@ -323,7 +323,7 @@ def local_file(address, run):
 
 
 def with_model(cfg, settings, path):
-    """`cfg` with those of the file's `settings` that are part of the model; `path` is the file.
+    """`cfg` with its model settings taken from `settings`, those of the model file `path`.
 
     UserError if the user gave another value, by a flag or --config. In a config made in Python, any
     value but the default counts as given.

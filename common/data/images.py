@@ -295,7 +295,7 @@ def list_tar(tar, unused):
 
 
 def read_metadata(folder, paths, unused):
-    """{file: caption} from the metadata.jsonl and metadata.csv files `paths` below a folder.
+    """{file: caption} from `paths`, the metadata.jsonl and metadata.csv files below `folder`.
 
     Each row has a file_name, relative to its table, and a caption, see files.caption_in. In the
     dict, files are relative to `folder`, in NFC. `unused` counts bad rows; UserError if all are.

@@ -167,7 +167,7 @@ def read_pieces(place):
     Their zip format has checksums.
     """
     for path in place.glob("*.npz"):
-        # numpy and zipfile raise a dozen types for a damaged file.
+        # numpy and zipfile raise a dozen types of errors for damaged files.
         with contextlib.suppress(Exception), np.load(path) as file:
             ends = file["frames"].cumsum()
             yield from zip(file["indices"], np.split(file["tokens"].T, ends[:-1], axis=1))
@@ -295,7 +295,7 @@ def align(content, heard):
 class TokenCrops:
     """A training dataset: crops of recordings as token streams that cover the same time.
 
-    A crop lasts `seconds`, in frames of the codes or, without codes, of the semantic tokens.
+    A crop is `seconds` long, in frames of the codes or, without codes, of semantic tokens.
     """
 
     dataset: object
@@ -349,7 +349,7 @@ class TokenCrops:
                 if stop == self.frames[index]:  # rounding must not lose the last token
                     stop_heard = last
                 heard = self.semantic_tokens.window(index, start_heard, stop_heard)  # (T, 1)
-                # Remove repetitions, so that coarse must model durations (AudioLM §III-C).
+                # Without repetitions, so that the coarse stage models durations (AudioLM §III-C).
                 codes = heard[:, 0].unique_consecutive()[:, None]  # (N, 1)
             else:
                 quantizers = slice(quantizer, quantizer + stream.num_quantizers)

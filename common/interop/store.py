@@ -72,7 +72,7 @@ class Saver:
 
     kind: str = "checkpoint"  # of the latest file; or "model": averaged weights and settings
     save_latest_to: str = ""  # format strings of paths
-    save_best_to: str = ""  # for best.pt, which is always a model
+    save_best_to: str = ""  # for best.pt, which has only the model
     save_meta_to: str = ""  # a folder
 
     def send(self, event, entry, run):
