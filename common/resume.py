@@ -147,6 +147,8 @@ class RunFolder:
                 if self.checkpoints:  # otherwise it is a new run
                     self.loggers = record["loggers"]
                     self.results = record["results"]
+                    if self.results:  # without its step it is damaged
+                        self.results = {**self.results, "step": 0 + self.results["step"]}
         # Write it now: a checkpoint without a record would look like a damaged run.
         self.write_record()
 

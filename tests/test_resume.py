@@ -269,9 +269,12 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path,
 
 
 NO_STEP = b'{"checkpoints": [{"file": "x", "sha256": ""}], "loggers": {}, "results": null}'
+NO_RESULT = (
+    b'{"checkpoints": [{"file": "x", "step": 1, "sha256": ""}], "loggers": {}, "results": {"s": 1}}'
+)
 
 
-@pytest.mark.parametrize("content", [None, b"[]", b"{}", b"\xff", NO_STEP])
+@pytest.mark.parametrize("content", [None, b"[]", b"{}", b"\xff", NO_STEP, NO_RESULT])
 def test_a_missing_or_damaged_record_is_named_with_the_way_out(content, tmp_path):
     """Promises 3 and 8"""
     run = opened(tmp_path)
