@@ -349,6 +349,19 @@ def test_where_coarse_predicts_all_quantizers_there_is_no_fine_stage(whole, voic
     assert "the codec has 4 quantizers, and fine needs 5 of them" in out
 
 
+@pytest.mark.parametrize("preset, has_fine", [("", True), ("speech-small", False)])
+def test_all_stages_are_those_that_have_something_to_predict(preset, has_fine, monkeypatch):
+    stages = []
+
+    def trained(cfg, device):
+        stages.append(cfg.stage)
+
+    monkeypatch.setattr(train_audio, "TRAIN", dict.fromkeys(STAGES, trained))
+    monkeypatch.setattr(train_audio, "evaluate_pipeline", lambda *args: None)
+    train_audio.train(train_audio.SharedConfig(preset=preset, device="cpu"))
+    assert stages == list(STAGES)[: 3 + has_fine]
+
+
 # Mistakes
 
 
