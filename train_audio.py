@@ -126,7 +126,7 @@ class SharedConfig(config.TrainingRun):
         8_000, "samples per second; other recordings are resampled", fixed=True
     )
     speaker_pattern: str = field(
-        "", 'regex for paths below --data, whose group 1 is the speaker; "": the folder is'
+        "", 'regex for paths below --data, whose group 1 is the speaker; "": the subfolder is'
     )
     # Optimization
     warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")

@@ -4,7 +4,6 @@ Each chunk is seeded by (seed, step, chunk), so its samples and noise do not dep
 ranks. Gradient accumulation and data parallelism are the same mechanism.
 """
 
-import hashlib
 import math
 import random
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from common import order
 from common.config import UserError
 
 
@@ -50,8 +50,7 @@ def plan(batch_size, chunk_size, rank, world_size):
 
 def derive_seed(*key):
     """A seed below 2^63: a hash of the numbers and strings in `key`."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % 2**63
+    return order.hash_of(repr(key).encode()) % 2**63
 
 
 def seed_all(*key):

@@ -238,7 +238,9 @@ def token_cache(cfg, dataset, tokenizer):
 
     def known_frames():
         frames = np.zeros(len(dataset), np.int64)
-        for index, tokens in known():
+        with contextlib.suppress(FileNotFoundError, ValueError):  # missing or damaged
+            frames += Tokens(*arguments).frames
+        for index, tokens in read_pieces(place):
             frames[index] = tokens.shape[1]
         return frames
 

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from common.config import UserError
-
 # The projections of the attention in models/nn.py
 ATTENTION = ("attention.query", "attention.key_value", "attention.out")
 
@@ -45,29 +43,18 @@ def cast_matrices(model, dtype):
             layer.to(dtype)
 
 
-def inject(model, rank, names=ATTENTION):
+def inject(model, rank):
     """Freeze `model`, add adapters to its attention, and return a module of only the adapters.
 
-    names: Linear layers whose names end in one of these are adapted, such as ("q_proj", "v_proj").
     The returned module is trained and saved; in its names, layer a.b is "a/b".
     """
     model.requires_grad_(False)
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear) and name.endswith(names):
-            parametrize.register_parametrization(layer, "weight", Adapter(layer.weight, rank))
-    adapters = extract(model)
-    if not adapters:
-        raise UserError(f"{type(model).__name__} has no Linear layers with names in {names}")
-    return adapters
-
-
-def extract(model):
-    """The module of adapters that `inject` returned; its state_dict() is saved."""
     adapters = nn.ModuleDict()
-    for name, module in model.named_modules():
-        if isinstance(module, Adapter):
-            layer = name.removesuffix(".parametrizations.weight.0")
-            adapters[layer.replace(".", "/")] = module
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and name.endswith(ATTENTION):
+            adapter = Adapter(layer.weight, rank)
+            parametrize.register_parametrization(layer, "weight", adapter)
+            adapters[name.replace(".", "/")] = adapter
     return adapters
 
 
