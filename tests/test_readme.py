@@ -122,6 +122,9 @@ def home(tmp_path_factory):
         (folder / f"{name}.png").write_bytes(media.png(picture))
     for name in ("recordings", "VCTK-Corpus-0.92"):
         helpers.write_voices(folder / name, range(60))
+    (folder / "LJSpeech-1.1/wavs").mkdir(parents=True)
+    row = "LJ1|in 1455, so|in fourteen fifty-five, so\n"
+    (folder / "LJSpeech-1.1/metadata.csv").write_text(row)
     if importlib.util.find_spec("diffusers"):  # the published models, small
         for name in ("kandinsky-community/kandinsky-2-2-prior", "kakaobrain/karlo-v1-alpha"):
             helpers.write_pipeline(folder / name)
@@ -175,6 +178,7 @@ def test_what_the_recipes_make_is_there(home):
     assert names["pictures"].shape == (4, 3, 16, 16)
     for name in (
         "emb/img_emb/img_emb_0.npy",
+        "LJSpeech-1.1/wavs/LJ1.txt",
         "grid.png",
         "out.wav",
         "runs/decoder_images/upsample/model.pt",

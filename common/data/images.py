@@ -5,9 +5,7 @@
 
 import collections
 import contextlib
-import csv
 import dataclasses
-import functools
 import hashlib
 import io
 import json
@@ -28,8 +26,7 @@ from common.models import pixels
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 CAPTIONS = ("txt", "json")
-USED = {*IMAGES, *CAPTIONS, "npy", "jsonl", "csv"}
-METADATA = ("metadata.jsonl", "metadata.csv")
+USED = {*IMAGES, *CAPTIONS, "npy"}
 # Patterns of file names: (folders and KEY, extension). Hidden files do not match. In a tar, KEY
 # ends at the first dot, as in webdataset; in a folder, it ends at the last dot.
 TAR_NAME = r"(?s)((?:.*/)?[^/.]+)\.?([^/]*)"
@@ -46,11 +43,10 @@ CENTRAL = (1, MIDDLE, MIDDLE, 1)
 def decode_image(content, name):
     """Decode the image file `content` (bytes) to uint8 RGB (H, W, 3). Unusable if it is damaged.
 
-    The image is rotated by its EXIF, and converted to sRGB by its ICC profile. Transparent pixels
-    become white. 16 bits become 8.
+    The image is rotated by its EXIF. Transparent pixels become white. 16 bits become 8.
     """
     Image = config.need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
-    from PIL import ImageCms, ImageOps, PngImagePlugin
+    from PIL import ImageOps, PngImagePlugin
 
     if not hasattr(Image.Image, "has_transparency_data"):
         raise UserError("images need pillow 10.1: pip install 'pillow>=10.1'")
@@ -60,37 +56,15 @@ def decode_image(content, name):
         # Other formats are refused, because Pillow runs external programs for some.
         image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))
         image.load()
-        profile = image.info.get("icc_profile")
         with contextlib.suppress(Exception):  # ignore a damaged EXIF
             ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I"):  # 16-bit gray, which `convert` would clip at 255
             gray = np.asarray(image) / 257 + 0.5
             image = Image.fromarray(gray.astype(np.uint8))
-        if image.mode == "P" or image.has_transparency_data:  # a palette has RGB's profile
+        if image.has_transparency_data:
             white = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(white, image.convert("RGBA"))
-        with contextlib.suppress(Exception):  # no profile, or one that is damaged or does not fit
-            transform = to_srgb(profile, image.mode)
-            if transform:
-                image = ImageCms.applyTransform(image, transform)
         return np.asarray(image.convert("RGB"))
-
-
-@functools.lru_cache(maxsize=64)  # building it takes longer than decoding a small image
-def to_srgb(profile, mode):
-    """Pillow's transform to sRGB for images of a mode with an ICC profile (bytes).
-
-    None if it does not change colors, which is the case for most images. It does not go by the
-    profile's name, because those of a linear sRGB also contain "sRGB".
-    """
-    from PIL import Image, ImageCms
-
-    profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-    transform = ImageCms.buildTransform(profile, ImageCms.createProfile("sRGB"), mode, "RGB")
-    colors = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
-    converted = ImageCms.applyTransform(Image.fromarray(colors).convert(mode), transform)
-    errors = np.subtract(converted, colors, dtype=int)
-    return transform if np.abs(errors).max() > 2 else None
 
 
 # Finding images and captions
@@ -100,8 +74,8 @@ class CaptionedImages:
     """Numbered images with captions.
 
     path: tars, see `find_tars`, or a folder of images. They contain KEY.jpg|png|webp with KEY.txt
-    or KEY.json; a folder may have metadata.jsonl or metadata.csv instead. They are indexed once,
-    see flat.open_index, and then read at random. A note counts skipped files.
+    or KEY.json. They are indexed once, see flat.open_index, and then read at random. A note counts
+    skipped files.
 
     Images without a caption are skipped. Without `needs_captions` they are used, and a missing or
     damaged caption is "".
@@ -111,12 +85,10 @@ class CaptionedImages:
         self.path = Path(path)
         self.needs_captions = needs_captions
         self.tars = find_tars(self.path)
-        self.metadata = []  # files
         self.renamed = {}  # {name in NFC: name on disk} below `path`, where they differ
         sources = self.tars
         if not self.tars:
             sources = files.files_below(path)
-            self.metadata = [file for file in sources if file.name.lower() in METADATA]
             for file in sources:
                 name = file.relative_to(path).as_posix()
                 if name != files.nfc(name):
@@ -137,48 +109,40 @@ class CaptionedImages:
         if not len(self):
             raise UserError(
                 f"{path}: no such folder, or no captioned images found; expected "
-                "KEY.jpg, .png or .webp with KEY.txt, KEY.json or metadata.jsonl"
+                "KEY.jpg, .png or .webp with KEY.txt or KEY.json"
             )
 
     def _columns(self, number, stamps):
         """The columns of the index for a tar, by its number, or for the folder.
 
-        keys: of images. entries: where their files are. rows: captions from tables. unused: counts
-        for the note, as one text. stamps: see files.stamps.
+        keys: of images. entries: where their files are. unused: counts for the note, as one text.
+        stamps: see files.stamps.
         """
         unused = collections.Counter()  # {kind: number of files}
-        table = {}  # rows whose image has not been found yet
         pattern = TAR_NAME
         if self.tars:
             members = list_tar(self.tars[number], unused)
         else:
-            table = read_metadata(self.path, self.metadata, unused)
             pattern = FILE_NAME
             members = []
             for file, size, _ in stamps:
                 members.append((Path(file).relative_to(self.path).as_posix(), 0, size))
         keys = []
         entries = []
-        rows = []
         for key, sample in group(members, pattern, unused):
             captions = pick(sample, CAPTIONS)[:1]
             for image in pick(sample, IMAGES):
-                row = table.pop(f"{key}.{image[0]}", None)
                 caption = "", 0, 0
-                if row is None and captions:
+                if captions:
                     caption = captions.pop()
-                elif row is None and self.needs_captions:
+                elif self.needs_captions:
                     unused["without a caption"] += 1
                     continue
                 keys.append(os.fsencode(key))
                 entries.append((number, image, caption, sample.get("npy", ("npy", 0, 0))))
-                rows.append((row or "").encode(errors="surrogatepass"))
-        if table:
-            unused[f"rows of tables without an image, such as {min(table)}"] = len(table)
         return {
             "keys": np.array(keys, np.bytes_),
             "entries": np.array(entries, ENTRY),
-            "rows": rows,
             "unused": [json.dumps(unused).encode()],
         }
 
@@ -223,8 +187,7 @@ class CaptionedImages:
     def caption(self, index):
         """The caption of an image, see files.clean_caption; raises Unusable."""
         if not self.index["entries"][index]["caption"]["extension"]:
-            [row] = self.index.texts("rows", [index])
-            return row.decode(errors="surrogatepass")
+            return ""
         name = self.name(index, "caption")
         unreadable = contextlib.suppress(Exception)
         if self.needs_captions:
@@ -266,7 +229,7 @@ def list_tar(tar, unused):
     places = {}  # {path: its last place}
     damaged = config.explained(
         f"{tar}: corrupt or truncated, or not a tar; expected uncompressed tars, or a folder of "
-        "images, optionally with metadata.csv or .jsonl"
+        "images"
     )
     with open(tar, "rb") as file, damaged, tarfile.open(fileobj=file, mode="r:") as archive:
         for each in archive:
@@ -294,77 +257,30 @@ def list_tar(tar, unused):
     return listing
 
 
-def read_metadata(folder, paths, unused):
-    """{file: caption} from `paths`, the metadata.jsonl and metadata.csv files below `folder`.
-
-    Each row has a file_name, relative to its table, and a caption, see files.caption_in. In the
-    dict, files are relative to `folder`, in NFC. `unused` counts bad rows; UserError if all are.
-    """
-    table = {}
-    faults = []
-    for path in paths:
-        text = files.decode_text(path.read_bytes(), path)
-        rows = filter(str.strip, text.split("\n"))
-        if path.suffix.lower() == ".csv":
-            # In rows that are too long or too short, file_name or caption is not a text.
-            records = csv.DictReader(io.StringIO(text), restkey="file_name", restval=False)
-            rows = map(json.dumps, records)
-        with config.explained(f"{path}: not a table"):
-            for row in rows:
-                try:
-                    record = json.loads(row)
-                    name = files.nfc(os.path.relpath(path.parent / record["file_name"], folder))
-                    caption = files.clean_caption(files.caption_in(record))
-                    unused["rows of tables for a file that has another row"] += name in table
-                    table[name] = caption
-                except Exception:  # there are a dozen types
-                    faults.append(f"{path}: {row:.100}")
-    if faults and not table:
-        raise UserError(f"{faults[0]}: expected file_name and caption or text in each row")
-    if faults:
-        unused[f"rows without a file_name or caption, such as {faults[0]}"] = len(faults)
-    return table
-
-
 def group(members, pattern, unused):
-    """Yield samples (folders and KEY, {lowercase extension: (extension, offset, size)}).
+    """Samples (folders and KEY, {lowercase extension: (extension, offset, size)}).
 
     members: (name, offset, size) of files; hidden ones do not match `pattern`. unused: counts files
     that are not part of a sample.
 
-    Neighboring files with the same KEY and different extensions form a place. The places of a KEY
-    are joined to one sample, because captions may be stored apart from images. But a place with an
-    extension that the sample already has, or with a second image, begins a new sample, as in
-    concatenated tars. As in tar, the last sample of a KEY counts: the last with image and caption,
-    or else the last with an image.
+    The files of a KEY form one sample, wherever they are, because captions may be stored apart from
+    images. A second file with the same extension begins a new sample, and the last sample of a KEY
+    counts, as the last file of a name does in tar.
     """
-    places_of = collections.defaultdict(list)  # {KEY: its places}
-    last = None  # KEY of the previous file
+    samples = {}  # {KEY: its last sample}
     for name, offset, size in members:
         match = re.fullmatch(pattern, files.nfc(name))
         if not match:
             continue
         key, extension = match.groups()
         kind = extension.lower() or "without an extension"
-        places = places_of[key]
-        if key != last or kind in places[-1]:
-            places.append({})
-        places[-1][kind] = extension, offset, size
-        last = key
-
-    for key, places in places_of.items():
-        samples = [{}]
-        for place in places:
-            images = pick(place, IMAGES) and pick(samples[-1], IMAGES)
-            if images or pick(place, samples[-1]):
-                samples.append({})
-            samples[-1].update(place)
-        with_image = [each for each in samples if pick(each, IMAGES)]
-        whole = [each for each in with_image if pick(each, CAPTIONS)]
-        sample = (whole or with_image or samples)[-1]
-        unused["duplicate names"] += len(samples) - 1
+        if kind in samples.setdefault(key, {}):
+            unused["duplicate names"] += 1
+            samples[key] = {}
+        samples[key][kind] = extension, offset, size
+    for sample in samples.values():
         unused.update(sample.keys() - USED)
-        yield key, sample
+    return samples.items()
 
 
 def pick(sample, kinds):
@@ -501,7 +417,7 @@ class Pictures(CaptionedImages):
 
     def fingerprint(self):
         """Values that change when the data change: rows, width, digest of names, sizes and tars."""
-        paths = [*self.tars, *self.metadata, *self.beside.values()]
+        paths = [*self.tars, *self.beside.values()]
         digest = hashlib.sha256(self.index.scan("keys"))
         digest.update(self.index.scan("entries"))
         digest.update(files.digest_of(paths).encode())

@@ -33,19 +33,6 @@ CROP_SECONDS = 1  # length of crops in evaluation
 EXCERPT_SECONDS = 10  # maximum length of recordings that are evaluated as a whole
 SHIFT_RATE = 50  # shifts are parts of 1/50 s, a frame of semantic tokens
 
-# Tables of transcripts: {end of "/NAME": (column separator, column names)}. A header line wins over
-# these names, except in LibriSpeech, which has none.
-TABLES = {
-    ".trans.txt": (" ", ["path", "sentence"]),  # LibriSpeech
-    "/metadata.csv": ("|", ["path", "sentence", "spoken"]),  # LJSpeech: as written, as spoken
-    "/validated.tsv": ("\t", ["path", "sentence"]),  # Common Voice
-}
-COLUMNS = {  # as Coqui names them
-    "audio_file": "path",
-    "text": "sentence",
-    "speaker": "client_id",
-    "speaker_name": "client_id",
-}
 # Names of folders for one kind of files, such as wav48 and txt in VCTK. Without these, a recording
 # and its transcript have the same path.
 KINDS = (
@@ -114,17 +101,9 @@ def note_once(text):
 
 
 def mix_down(channels, path):
-    """The mean (T,) of the channels (C, T), numpy, or the loudest one if they cancel out.
-
-    Notes about it are printed once per `path`.
-    """
+    """The mean (T,) of the channels (C, T), numpy. A note is printed once per `path`."""
     if len(channels) > 1:
         note_once(f"{path}: recordings with several channels are mixed down to one")
-    energy = np.square(channels).sum(1)
-    energy_of_sum = np.square(channels.sum(0)).sum()
-    if energy_of_sum < 0.04 * energy.max():  # for two channels, the mean is 20 dB lower
-        note_once(f"{path}: channels that cancel out are not mixed; the loudest is used")
-        return channels[energy.argmax()]
     return channels.mean(0)
 
 
@@ -139,9 +118,8 @@ class Recordings:
     transcripts, and other files.
 
     The speaker of a file is the first group of the regular expression `pattern` in the path below
-    `path`, if given; else the speaker in a table; else the folder, or the folder above in trees of
-    LibriSpeech and LibriTTS (SPEAKER/CHAPTER/SPEAKER_CHAPTER_…). For files directly in `path` it is
-    unknown: "".
+    `path`, if given; else the folder, or the folder above in trees of LibriSpeech and LibriTTS
+    (SPEAKER/CHAPTER/SPEAKER_CHAPTER_…). For files directly in `path` it is unknown: "".
 
     crop: samples per training crop. hop_length: samples per frame; shorter recordings are unusable.
     """
@@ -172,11 +150,8 @@ class Recordings:
         if not audio:
             raise UserError(f"{path}: no such folder, or no {', '.join(SUFFIXES)} below it")
         self.names = [file.as_posix() for file in audio]
-        self.texts = []
-        self.speaker_of = []
-        for file, (text, speaker) in zip(audio, read_transcripts(self.path, audio, others)):
-            self.texts.append(text)
-            self.speaker_of.append(_speaker(file, speaker, pattern))
+        self.texts = read_transcripts(self.path, audio, others)
+        self.speaker_of = [_speaker(file, pattern) for file in audio]
         count = sum(map(bool, self.texts))
         speakers = len({*self.speaker_of} - {""})
         kinds = collections.Counter(file.suffix.lower() for file in others)
@@ -329,13 +304,13 @@ class Recordings:
 
 
 def read_transcripts(folder, audio, others):
-    """[(transcript or "", speaker in a table or "")] for the files `audio`.
+    """The transcript, or "", of each of the files `audio`.
 
     All paths are relative to `folder`. A transcript is NAME.txt, NAME.normalized.txt, or else
-    NAME.original.txt (LibriTTS), or a row of one of TABLES, whose paths are relative to the table.
-    It belongs to the recordings NAME and NAME_mic1 in its folder. If its folder has no recordings,
-    it belongs to those whose path is the same without the folders in KINDS. These are VCTK's
-    txt/p225 and wav48/p225, but never folders of two speakers.
+    NAME.original.txt (LibriTTS), or a line "NAME TEXT" of a *.trans.txt (LibriSpeech). It belongs
+    to the recordings NAME and NAME_mic1 in its folder. If its folder has no recordings, it belongs
+    to those whose path is the same without the folders in KINDS. These are VCTK's txt/p225 and
+    wav48/p225, but never folders of two speakers.
 
     A note counts transcripts that are empty or have no recording. UserError if one is not text.
     """
@@ -345,18 +320,19 @@ def read_transcripts(folder, audio, others):
 
     paths = [files.nfc(abspath(folder / file)) for file in audio]
     places = set(map(dirname, paths))
-    transcripts = {}  # {key: (path of the recording, text or its file, speaker)}
+    transcripts = {}  # {key: (path of the recording, text or its file)}
     for file in others:
-        ending = f"/{file.name}".lower()
         rows = []
-        if ending.endswith(".txt"):
-            rows = [(file.stem, folder / file, "")]
-        for table in filter(ending.endswith, TABLES):
-            rows = _read_table(folder / file, *TABLES[table])
-        for path, text, speaker in rows:
-            path = files.nfc(abspath(join(folder, file.parent, path)))
+        if file.name.lower().endswith(".trans.txt"):
+            content = files.decode_text((folder / file).read_bytes(), folder / file)
+            lines = filter(str.strip, content.split("\n"))  # splitlines would split at U+2028
+            rows = [line.strip().partition(" ")[::2] for line in lines]
+        elif file.suffix.lower() == ".txt":
+            rows = [(file.stem, folder / file)]
+        for name, text in rows:
+            path = files.nfc(abspath(join(folder, file.parent, name)))
             key = path if dirname(path) in places else elsewhere(path)
-            transcripts.setdefault(key, (path, text, speaker))
+            transcripts.setdefault(key, (path, text))
 
     found = []
     used = set()
@@ -368,54 +344,26 @@ def read_transcripts(folder, audio, others):
                 keys += [name + ending for ending in (suffix, *ENDINGS)]
         keys = [key for key in keys if key in transcripts]
         used.update(keys)
-        _, text, speaker = transcripts[keys[0]] if keys else ("", "", "")
+        _, text = transcripts[keys[0]] if keys else ("", "")
         if isinstance(text, Path):
             text = files.decode_text(text.read_bytes(), text)
-        found.append((text.strip(), speaker))
+        found.append(text.strip())
 
-    left = [path for key, (path, text, _) in transcripts.items() if not text or key not in used]
+    left = [path for key, (path, text) in transcripts.items() if not text or key not in used]
     if left:
         config.note(f"transcripts without text or recording: {len(left)}, such as {left[0]}")
     return found
 
 
-def _read_table(path, separator, columns):
-    """Yield (path, text, speaker) for the rows of a table, with "" for missing values."""
-    # str.splitlines would also split at U+2028.
-    lines = files.decode_text(path.read_bytes(), path).split("\n")
-    header = [COLUMNS.get(name, name) for name in lines[0].strip().lower().split(separator)]
-    if separator != " " and {"path", "sentence"} <= set(header):
-        columns = header
-        del lines[0]
-    rows = []
-    for line in filter(str.strip, lines):
-        cells = line.split(separator, len(columns) - 1)  # the last column may have separators
-        rows.append(collections.defaultdict(str, zip(columns, map(str.strip, cells))))
-
-    column = "spoken"
-    spoken = [row for row in rows if row["spoken"]]
-    if all(row["spoken"] != row["sentence"] for row in spoken):  # the third may be the speaker
-        column = "sentence"
-        if spoken:
-            config.note(f"{path}: has no column names, so the second column is taken as the text")
-    for row in rows:
-        text = row[column] or row["sentence"]
-        quoted = r'"([^"]|"")*"'  # as in csv, in Common Voice before 2020
-        if separator == "\t" and re.fullmatch(quoted, text):
-            text = text[1:-1].replace('""', '"')
-        yield row["path"], text, row["client_id"]
-
-
-def _speaker(path, speaker, pattern):
-    """The speaker of a file; path: below the folder; speaker: from a table, or ""."""
+def _speaker(path, pattern):
+    """The speaker of a file; path: below the folder of the data."""
     if pattern:
         with config.explained(
             f"--speaker_pattern {pattern}: its group finds no speaker in {path}"
         ):
             return files.nfc(re.search(pattern, path.as_posix())[1])
     numbered = re.search(SPEAKER_CHAPTER, path.as_posix())
-    folder = numbered[1] if numbered else path.parent.name
-    return speaker or folder
+    return numbered[1] if numbered else path.parent.name
 
 
 class Syllables(Recordings):
