@@ -220,7 +220,7 @@ def test_wandb_keeps_copies_with_the_run(tmp_path):
     assert not copy.is_symlink()
     assert step_of(copy) == 4
     started = time.monotonic()
-    store.send_missing(savers, run_of(tmp_path, 8), minutes=1)  # the run there is closed
+    store.send_missing(savers, run_of(tmp_path, 8), minutes=1)  # wandb's run is closed
     assert time.monotonic() - started < 1
     assert step_of(copy) == 4
 
