@@ -182,7 +182,7 @@ def test_the_upsampler_samples_as_karlos_with_its_second_unet_in_the_last_step(p
         return model(torch.cat([x, large], dim=1), t).sample
 
     torch.manual_seed(0)
-    noise_fn(large)  # ours draws noise for low_res, and scales it by 0
+    noise_fn(large)  # ours draws noise for low_res, but adds none
     expected = scheduled({}, 3, large.shape, predict)
     got = train_decoder.sample_images(unet, {}, 1, 3, eta=1.0, noise_fn=noise_fn, low_res=low_res)
     assert_close(got, expected.clamp(-1, 1), rtol=0, atol=1e-4)
