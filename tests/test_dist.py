@@ -184,7 +184,7 @@ def places_of_stops(cases):
 def test_a_signal_to_any_rank_stops_all_in_the_same_step_or_before_the_same_sample(on_ranks):
     number = signal.SIGHUP
     cases = [{0: number}, {1: number}, {0: -number}, {1: -number}]
-    cases += [{0: signal.SIGTERM, 1: signal.SIGUSR1}, {}]  # different signals at once, and none
+    cases += [{0: signal.SIGTERM, 1: signal.SIGUSR1}, {}]  # two signals at once, then none
     for rank, places in enumerate(on_ranks(2, places_of_stops, cases)):
         expected = [(4, [], number)] * 2 + [(9, [rank, rank + 2], number)] * 2
         expected += [(4, [], signal.SIGTERM), (9, [*range(rank, 7, 2)], None)]

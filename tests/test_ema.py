@@ -137,7 +137,7 @@ def test_applied_gives_the_averages_and_then_the_models_own_weights_bit_for_bit(
     with ema.applied(model):
         assert same(model.state_dict(), ema.state_dict())
         assert not same(model.state_dict(), weights)
-        model.train()(torch.randn(8, 4))  # moves the buffers of the batch norm
+        model.train()(torch.randn(8, 4))  # changes the batch norm's buffers
     assert same(model.state_dict(), weights)
     assert all(p is q for p, q in zip(parameters, model.parameters()))
 

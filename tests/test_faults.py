@@ -106,7 +106,7 @@ def kill_often(script, words, ranks):
     running = 0
     for _ in range(KILLS):
         process = Forked(script, *words, ranks=ranks)
-        for _ in range(rng.randint(1, 5)):  # wait for so many lines of its output,
+        for _ in range(rng.randint(1, 5)):  # wait for some lines of its output,
             process.out.readline()
         sum(i * i for i in range(rng.randint(0, 1_000_000)))  # and then a little
         running += process.kill()

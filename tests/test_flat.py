@@ -36,7 +36,7 @@ def open_index(folder, made=None, identity="a"):
 
 
 def content(index):
-    """{column: its values}, the texts as a list."""
+    """The index as {column: its values}, with the texts as a list."""
     size = len(index["texts.ends"])
     found = {name: index[name].tolist() for name in ("names", "rows")}
     return found | {"texts": index.texts("texts", range(size))}

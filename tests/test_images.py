@@ -485,7 +485,7 @@ def test_each_picture_comes_with_its_embedding_and_caption_wherever_they_lie(
     numbers = [int(caption.split()[1]) for caption in batch["caption"]]
     assert sorted(numbers) == [*range(30_000, 30_006), *range(120_000, 120_005)]
     for number, image in zip(numbers, batch["image"]):
-        left = (number % 3) // 2  # of the central square
+        left = (number % 3) // 2  # left edge of the central square
         assert_array_equal(image, picture(number)[:, left:left + 8])
     if arrangement in ("loose", "none"):
         assert dataset.width is None

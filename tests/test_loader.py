@@ -89,7 +89,7 @@ def batch_of_everything(workers):
 def test_data_with_nothing_usable_are_refused_after_about_100_samples(workers):
     message = r"104 unusable samples: row \d+, …; fix or remove them"
     assert re.fullmatch(message, batch_of_everything(workers))
-    loader.kill_workers()  # as when a rank ends; pytest's reference to the error keeps them
+    loader.kill_workers()  # pytest keeps the error, and with it the loader
 
 
 class Gone:

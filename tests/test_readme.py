@@ -32,7 +32,7 @@ TRAIN = dict(SHORT, steps=4, batch_size=8, eval_samples=8)
 TRANSFORMER = dict(width=16, depth=1, heads=1)
 UNET = dict(TRAIN, width=8, eval_steps=1)
 TOKENS = dict(TRAIN, **TRANSFORMER)
-# Small settings of each stage. They are a preset of their own, and replace some in the README's.
+# Small settings of each stage. They form the preset "small", and shrink presets in the README.
 STAGES = {
     train_decoder: {
         "all": {},

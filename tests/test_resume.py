@@ -654,7 +654,7 @@ def test_a_best_pt_that_is_newer_than_the_checkpoint_or_damaged_is_not_believed(
 @pytest.mark.parametrize("given, earlier, ranks, expected, noted", [
     (0, 0, 8, 8, False),
     (0, 0, 2, 16, False),  # the maximum
-    (0, 16, 2, 16, False),  # the run's
+    (0, 16, 2, 16, False),  # that of the run
     (0, 24, 3, 24, False),  # more than the maximum, and a chunk for each rank: 24, 24, 16
     (0, 16, 4, 16, False),
     (0, 16, 8, 8, True),  # with 16, some ranks would have no chunk

@@ -25,7 +25,7 @@ from common.data.recordings import Syllables
 from common.models import semantic
 
 Stream = collections.namedtuple("Stream", "name num_quantizers")
-OF_ANOTHER_RANK = "of another rank"  # the error; only that rank raises it
+OF_ANOTHER_RANK = "of another rank"  # the error is raised there
 STREAMS = [Stream("semantic", 1), Stream("coarse", 2), Stream("fine", 2)]
 FORK = multiprocessing.get_context("fork")
 
@@ -443,7 +443,7 @@ def test_a_whole_recording_may_be_followed_by_another_of_its_speaker_with_both_t
     assert crops.sample(3, 0.0, 0.0, 0.0)[2] == ""  # not a whole recording
     assert crops.sample(4, 0.0, 0.0, 0.9)[2] == "text 4"  # 42 frames are too many
     crops.dataset.texts[1] = ""
-    assert crops.sample(0, 0.0, 0.0, 0.9)[2] == ""  # the text of only one recording would not fit
+    assert crops.sample(0, 0.0, 0.0, 0.9)[2] == ""  # one of the two has no text
     crops.dataset.texts[1] = "text 1"
     crops = without_codes(crops)
     crops.join_within(np.array([0, 1, 2, 3]), 0.5)

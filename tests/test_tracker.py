@@ -28,7 +28,7 @@ def offline(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     if "wandb" in sys.modules:
-        sys.modules["wandb"].teardown()  # until then it has the environment of earlier tests
+        sys.modules["wandb"].teardown()  # until then, it keeps the environment of earlier tests
     with contextlib.suppress(ImportError):
         from tensorboard.summary.writer import event_file_writer
         clock = itertools.count(time.time())
@@ -244,7 +244,7 @@ def test_a_resumed_logger_has_each_step_once_and_samples_settings_and_errors(
         kind, files, settings, tmp_path):
     pytest.importorskip("PIL")
     log = tracker_of(tmp_path, logger=kind)
-    log_steps(log, range(1, 13))  # of which a checkpoint has the first 8
+    log_steps(log, range(1, 13))  # a checkpoint has the first 8
     log.logger.finish(SystemExit(1))
     first = log.run.loggers
     with pytest.raises(ZeroDivisionError), tracker_of(tmp_path, 8, logger=kind) as log:

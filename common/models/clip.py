@@ -195,10 +195,13 @@ class CLIP(Encoder):
         return digest.hexdigest()[:16]
 
     def embed_text(self, tokens):
-        """tokens (B, L) -> embedding (B, D), encodings (B, L, W), zero at padding, mask (B, L)."""
+        """tokens (B, L) -> (embedding (B, D), encodings (B, L, W), mask (B, L)).
+
+        Encodings are zero at padding.
+        """
         mask = tokens != PAD
         end = mask.sum(1) - 1
-        x = self.transformer(self.token_embedding(tokens))  # (B, L, W); causal: padding is unseen
+        x = self.transformer(self.token_embedding(tokens))  # (B, L, W); causal: padding is ignored
         embedding = self.text_projection(x[torch.arange(len(x), device=x.device), end])
         return embedding.float(), x * mask[..., None], mask
 

@@ -60,7 +60,7 @@ def add_noise_schedule(model, cfg):
 
 
 def sample_timesteps(density, shape, timesteps, device):
-    """Random int64 timesteps of this shape, from a density of SD3 (Esser et al. 2024, §3.1).
+    """Random timesteps, int64 of shape `shape`, from a density of SD3 (Esser et al. 2024, §3.1).
 
     "uniform"; "logit_normal" (Eq. 19), the sigmoid of a standard normal; "mode" (Eq. 20 with
     s = 1.29), which favors the middle. Times in [0, 1] are scaled to T = `timesteps`.
@@ -179,8 +179,8 @@ def variational_bound(x0, timestep, predicted_x0, interpolation, alpha, sigma):
     log_ratio = log_posterior - log_variance
     kl = 0.5 * (log_ratio.exp() - log_ratio - 1 + (error * inverse_std) ** 2)
 
-    # t = 0: the negative log-probability of the pixel's bin (Ho et al. 2020, Eq. 13). It is the
-    # difference of the normal CDF at the bin's edges. The outermost bins extend to infinity.
+    # t = 0: the negative log-probability of the pixel's bin (Ho et al. 2020, Eq. 13), which is the
+    # log of a difference of two normal CDFs. The outermost bins extend to infinity.
     half_bin = 1 / 255
     is_outermost = x0.abs() > 0.999
     distance = torch.where(is_outermost, error * x0.sign(), error.abs())
@@ -219,8 +219,8 @@ def sample(
 ):
     """Integrate from noise x at timestep T-1 to x₀ in `steps` steps.
 
-    denoise(x_t, t (B,)): returns (estimate of x₀, f of a learned variance, or 0). alpha, sigma:
-    (T,). noise_fn(x): returns noise like x. The last step returns the estimate of x₀.
+    denoise(x_t, t (B,)): returns (estimate of x₀, f), where f is 0 without a learned variance.
+    alpha, sigma: (T,). noise_fn(x): returns noise like x. The last step returns the estimate of x₀.
 
     eta = 0 adds no noise: DPM-Solver++(2M), a second-order solver (Lu et al. 2022, arXiv
     2211.01095, Alg. 2). eta = 1 is ancestral sampling: the posterior of the respaced chain (DDIM,
@@ -230,8 +230,8 @@ def sample(
     Inpainting (RePaint, Lugmayr et al. 2022, Alg. 1, with a jump length of 1): `kept` is (x₀, bool
     mask); both are broadcast. Where the mask is true, the result is exactly this x₀; the rest is
     filled in. Every step but the last is taken `resample` times, with noise added again in between,
-    so that the filled part fits the kept one: 1 is fast but fits badly, 5 to 10 is usual. Each
-    repetition changes x_t, so eta = 0 is first-order here (DDIM).
+    so that the filled part fits the kept one: 1 is fast but fits badly, 5 to 10 is usual. Steps are
+    first-order here, because x_t changes between them: eta = 0 is DDIM.
     """
     log_snr = (alpha / sigma).log()  # λ of DPM-Solver: half of the log-SNR
     table = torch.stack([alpha, sigma, log_snr], 1).tolist()

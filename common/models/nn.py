@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 def rotary_table(positions, rotary_dim):
-    """The table (cos, ∓sin) (2, …, N, d) of `positions` (…, N) for `rotate`; None if d is 0.
+    """The table of `rotate` for `positions` (…, N): (cos, ∓sin), stacked as (2, …, N, d).
 
-    d is `rotary_dim`. From RoFormer (Su et al. 2021, Eq. 34), with its base of 10000.
+    d is `rotary_dim`; None if it is 0. From RoFormer (Su et al. 2021, Eq. 34), with its base 10000.
     """
     if not rotary_dim:
         return None
@@ -262,7 +262,7 @@ class Transformer(nn.Module):
             keys_values = cache.append(i, block.attention.keys_values(h, table))
             x = x + block.attention(h, *keys_values, mask, table)
             x = x + block.ff(block.ff_norm(x))
-        cache.length = cache.length + 1  # not in place, as the tensor belongs to the caller
+        cache.length = cache.length + 1  # not in place: the tensor belongs to the caller
         cache.filled += 1
         return self.norm(x)[:, 0]
 
@@ -301,7 +301,7 @@ class NullText(nn.Module):
             self.register_buffer("text_mask", torch.ones(1, length, dtype=torch.bool))
 
     def fill(self, condition):
-        """Copy the `condition` {name: (1, …)} of the text "". Names of no buffer are ignored."""
+        """Copy the `condition` {name: (1, …)} of the text "". Other names are ignored."""
         self.load_state_dict(condition, strict=False)
 
     def forward(self, condition, drop):
@@ -332,7 +332,7 @@ class TimeEmbedding(nn.Module):
     def forward(self, timestep):
         half = self.width // 2
         exponent = torch.arange(half, device=timestep.device, dtype=torch.float32) / half
-        # Use exp, as published models do. A power would differ by 1e-7, times timesteps up to 999.
+        # exp, as in published models. A power differs by 1e-7, which timesteps multiply by 999.
         frequencies = torch.exp(-math.log(10000.0) * exponent)
         angles = timestep[..., None] * frequencies
         sinusoid = torch.cat([angles.cos(), angles.sin()], dim=-1)

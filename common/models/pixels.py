@@ -66,11 +66,12 @@ def resize_windows(
     new_size,
     mode="bicubic",
 ):
-    """Resize windows as `resize` does the whole images, from sides of `length` to `size`.
+    """Resize windows of square images just as `resize` would resize the whole images.
 
-    windows (B, C, S, S): begin at `starts` in the original images. They must include all pixels
-    that the result depends on. starts, new_starts (B, 2): pixels from the top and from the left.
-    Returns windows (B, C, T, T), T = `new_size`, which begin at `new_starts` in the resized images.
+    length, size: sides of the original and of the resized images. windows (B, C, S, S): begin at
+    `starts` in the original images, and include all pixels that the result depends on. Returns
+    windows (B, C, T, T), T = `new_size`, which begin at `new_starts` in the resized images. starts,
+    new_starts (B, 2): pixels from the top and from the left.
     """
     table = _weights(length, size, mode, windows.device)
     pixel = torch.arange(length, device=windows.device)
@@ -147,7 +148,7 @@ def central_square(images, ratio=1):
 def crop(images, size, corners):
     """Squares of side `size` from images (B, C, H, W).
 
-    corners (B, 2): the pixels from the top and from the left at which each square begins.
+    corners (B, 2): first row and first column of each square.
     """
     windows = images.unfold(2, size, 1)
     windows = windows.unfold(3, size, 1)  # (B, C, tops, lefts, size, size)

@@ -132,7 +132,7 @@ class ResidualQuantizer(torch.nn.Module):
         return quantized, codes, loss
 
     def gather(self, inputs, codes, active):
-        """Add the active ones of the inputs (Q, B, T, D) to the statistics of codes (B, T, Q)."""
+        """Add the active inputs (Q, B, T, D) to the statistics of their codes (B, T, Q)."""
         rows = F.pad(inputs, (1, 0), value=1.0)  # the new column counts vectors
         rows = rows * active
         offsets = self.codebook_size * torch.arange(self.num_quantizers, device=codes.device)

@@ -1,4 +1,4 @@
-"""SoundStream (Zeghidour et al. 2021): the codec, its discriminators, and the losses of both.
+"""SoundStream (Zeghidour et al. 2021): the codec, its discriminators, and their losses.
 
 train_audio.py lists the differences from the paper.
 """
@@ -201,7 +201,7 @@ class SoundStream(nn.Module):
         return codes.cpu()
 
     def decode(self, codes):
-        """The wave (frames · hop_length,), on the CPU, of codes (frames, n): the first n of Q."""
+        """The wave (frames · hop_length,) of codes (frames, n), n <= Q quantizers, on the CPU."""
 
         def work(block):
             return self.decode_latents(self.quantizer.decode(block))
@@ -299,7 +299,7 @@ class STFTDiscriminator(Discriminator):
         layers = [nn.Conv2d(2, channels, 7, padding=3)]  # real and imaginary part
         widths = [channels * mult for mult in (1, 2, 4, 4, 8, 8, 16)]
         for i, (narrow, wide) in enumerate(itertools.pairwise(widths)):
-            # Every unit halves the number of frequencies, and every second unit that of frames.
+            # Every unit halves the frequencies, and every second unit also halves the frames.
             stride = (2, 1 + i % 2)
             layers.append(STFTUnit(narrow, wide, stride))
         self.layers = nn.ModuleList(layers)
@@ -323,8 +323,8 @@ class STFTDiscriminator(Discriminator):
 def make_discriminators(channels, stft_window):
     """Three wave discriminators, at 1, 1/2 and 1/4 of the rate, and one STFT discriminator.
 
-    channels: those of the codec's first layer. The STFT discriminator starts with as many, a wave
-    discriminator with half as many.
+    channels: number of channels in the codec's first layer. The STFT discriminator starts with as
+    many, a wave discriminator with half as many.
     """
     channels = max(1, channels // 2)
     waves = [WaveDiscriminator(channels, downsample) for downsample in (1, 2, 4)]
@@ -339,9 +339,9 @@ def spectral_distance(fake, real, sample_rate, seconds):
     """Mean absolute difference (B,) of the log-mel spectra of waves (B, T), in nats.
 
     The mean is over six window lengths, over frames a quarter of a window apart, and over 64 mel
-    bins. The longest window lasts `seconds`, and each further one half as long. The paper (Eq. 4,
-    5) has windows of 64, 128, … 2,048 samples at 24 kHz (2.7 to 85 ms). It takes sums instead of
-    means, an L2 norm of the log spectra's differences, and adds an L1 distance without logarithms.
+    bins. The longest window lasts `seconds`; each further window is half as long as the one before.
+    The paper (Eq. 4, 5) has windows of 64, 128, … 2,048 samples at 24 kHz (2.7 to 85 ms). It sums
+    instead of averaging, takes the L2 norm of log spectra, and adds the L1 norm without logarithms.
     """
     distances = []
     for halvings in range(6):
@@ -375,8 +375,8 @@ def adversarial_loss(discriminators, fake, real):
     """The codec's hinge loss (Eq. 2) and feature matching loss, both means over discriminators.
 
     Feature matching is the L1 distance between the features of fake and real waves (Eq. 3), divided
-    by the mean magnitude of the real features (EnCodec Eq. 3), and averaged over layers. The
-    division makes the best weight of this loss less dependent on the features' scale.
+    by the mean magnitude of the real features (EnCodec Eq. 3), and averaged over layers. With the
+    division, the loss does not depend on the features' scale.
 
     The discriminators are frozen meanwhile, so that the codec's step leaves no gradients in them.
     """

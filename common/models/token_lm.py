@@ -175,7 +175,7 @@ class TokenTransformer(nn.Module):
         return parts
 
     def condition(self, texts, drop=False):
-        """Embeddings (B, L, D) of B texts. If `drop` (B,) is true or a text is "", it is "no text".
+        """Embeddings (B, L, D) of B texts; "no text" where `drop` (B,) is true or the text is "".
 
         None for a model without text.
         """
@@ -263,9 +263,9 @@ def sample_token(logits, uniform, sampling):
 
 @torch.no_grad()
 def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
-    """Continue the last stream of each of B samples, up to EOS: returns B of the new (T, Q).
+    """Continue the last stream of each of B samples up to EOS. Returns the new frames, B of (T, Q).
 
-    samples: for each sample, the codes (T, Q) of every stream; the last one's may be empty.
+    samples: for each sample, the codes (T, Q) of every stream; those of the last may be empty.
     min_frames, max_frames: for each sample, the minimum and maximum number of frames to add. seeds:
     one per sample; its random numbers depend on nothing else. texts: one per sample, or empty; ""
     is no text.
@@ -302,8 +302,8 @@ def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
     first_end = torch.tensor(min_frames, device=device)  # EOS is forbidden before this frame
     ends = torch.tensor(max_frames, device=device)  # number of frames of each sample
     generated = torch.zeros_like(uniform, dtype=torch.long)
-    # A stream without repeats forbids the last code. Without a prompt this is EOS at first, because
-    # no recording is empty.
+    # A stream without repeats must not repeat its last code. Without a prompt, EOS is forbidden at
+    # first, because no recording is empty.
     last = [codes[-1][-1, 0] if len(codes[-1]) else eos for codes in samples]
     last = torch.tensor(last, device=device)
     for i in range(num_frames * Q):
@@ -341,7 +341,7 @@ def generate_long(model, context_of, prompts, limits, may_end, seeds, sampling, 
     forbidden, and the sample gets the maximum. context_of(b, codes, start): returns the earlier
     streams of sample b for a window that begins at frame `start` of its codes so far, `codes`
     (T, Q). A window has at most the max_frames and the max_context of training, and cannot end if
-    its context was cut. Returns B of (T_b, Q), including the prompts.
+    its context was cut. Returns the codes (T_b, Q) of each sample, including the prompt.
     """
     if sampling.temperature < 0:
         sampling = sampling._replace(temperature=model.cfg.temperature)

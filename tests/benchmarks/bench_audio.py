@@ -42,7 +42,7 @@ CODEC = dict(
 TOKENS = dict(width=512, depth=6, heads=8, dropout=0.0, optimizer="adamw", lr=3e-4)
 CLUSTERS = 500
 COARSE_QUANTIZERS = 3
-# Frames of the last stream. The stream before it has as many.
+# Frames of every stream.
 FRAMES = {"semantic": 256, "coarse": 128, "fine": 128}
 
 

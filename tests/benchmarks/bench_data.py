@@ -4,9 +4,9 @@
 
 Prints one JSON line per case and number of ranks. first_s and again_s: seconds of the first and the
 second opening, with splits and fingerprint. private_mb and mapped_mb: memory that a process takes
-from the second opening on. private_mb is its own memory. mapped_mb is its share (PSS) of the files
-that it maps, which the system can drop when memory is short. items_per_s: over all ranks. Runs on
-Linux only.
+to open the data the second time, and to read them. private_mb is its own memory. mapped_mb is its
+share (PSS) of the files that it maps, which the system can drop when memory is short. items_per_s:
+over all ranks. Runs on Linux only.
 """
 
 import argparse
