@@ -1,4 +1,10 @@
-"""Shared fixtures: functions in real processes, programs, embeddings, a server."""
+"""Shared fixtures: run functions and programs in real processes, embeddings, a server.
+
+Docstrings of tests name the promise to users that they check: 1 resuming is exact, 2 a signal saves
+the run, 3 nothing saved is lost, 4 non-finite values are not saved, 5 files are loaded safely,
+6 all ranks end together, 7 a bad sample costs a sample, 8 a mistake ends in one line, 9 results
+repeat, 10 a fork works.
+"""
 import concurrent.futures
 import contextlib
 import multiprocessing
@@ -20,8 +26,9 @@ from common import dist
 from common.data import embeddings
 
 torch.set_num_threads(1)  # the models are tiny, and other processes run at the same time
-# A shell ignores Ctrl-C for what it starts in the background, and nohup a hangup. Tests send both
-# to what they start, which has the defaults again. Under nohup this process still lives on.
+# Programs ignore Ctrl-C if a shell starts them in the background, and hangups under nohup. Child
+# processes would inherit this, but tests send them both signals. With handlers here, children start
+# with the defaults. Under nohup, this process still ignores hangups.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
@@ -30,8 +37,8 @@ ROOT = Path(__file__).parent.parent
 GUIDES = [ROOT / name / "README.md" for name in ("", "common", "common/data", "common/interop")]
 README = "\n".join(path.read_text() for path in GUIDES)
 
-# A server imports torch once, and forks a process for each rank in no time. Optimizers import
-# torch._dynamo.
+# The forkserver imports torch once, and then forks a process for each rank quickly. Optimizers
+# import torch._dynamo.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest"])
 
@@ -39,7 +46,7 @@ FORKS.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest"])
 def free_port():
     """A free port on loopback.
 
-    It is below the ports that Linux assigns automatically, which parallel tests may get.
+    It is below the ports that Linux assigns automatically, because parallel tests may get those.
     """
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
@@ -48,7 +55,7 @@ def free_port():
 
 
 def environment(rank, ranks, port):
-    """The variables that torchrun sets for one of `ranks` processes of a machine."""
+    """The variables that torchrun sets for one of `ranks` processes on one machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -72,7 +79,7 @@ def _as_rank(variables, work, arguments):
 def on_ranks():
     """on_ranks(n, work, *arguments) -> the results of `work` in each of n processes.
 
-    The processes are a gloo group, as torchrun makes it. `work` is a function of the test's module.
+    The processes form a gloo group, as under torchrun. `work` is a function of the test's module.
     Arguments and results are plain values or numpy arrays.
     """
     def run(world_size, work, *arguments):
@@ -91,7 +98,7 @@ def on_ranks():
 
 
 def start(*words, **variables):
-    """The running process of `python WORDS`, its output in pipes; variables: of its environment."""
+    """Start `python WORDS`, with its output in pipes. variables: added to its environment."""
     return subprocess.Popen(
         [sys.executable, *map(str, words)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
@@ -103,7 +110,7 @@ def start(*words, **variables):
 
 
 def script(text, *words):
-    """(status, stdout, stderr) of a Python program with arguments `words`."""
+    """Run the Python program `text` with arguments `words`: (status, stdout, stderr)."""
     process = start("-c", text, *words)
     out, err = process.communicate(timeout=60)
     return process.returncode, out, err
@@ -111,7 +118,7 @@ def script(text, *words):
 
 @pytest.fixture(autouse=True)
 def scratch_folder(tmp_path_factory, monkeypatch):
-    """Run each test in its own folder, as defaults such as `runs/prior` may be in use."""
+    """Run each test in its own folder, because defaults such as `runs/prior` may be in use."""
     monkeypatch.chdir(tmp_path_factory.mktemp("scratch"))
     torch.manual_seed(0)
 

@@ -1,7 +1,4 @@
-"""Shared by the tests of the scripts.
-
-Scripts run as users run them, and runs are compared bit for bit.
-"""
+"""Helpers shared by the tests: run scripts as users do, and compare runs bit for bit."""
 import contextlib
 import dataclasses
 import importlib
@@ -43,7 +40,7 @@ class Settings(config.TrainingRun):
 
 @dataclasses.dataclass
 class Words:
-    """A dataset whose samples are their numbers and the random bits that `fetch` gets."""
+    """A dataset whose samples are their row numbers and the random bits passed to `fetch`."""
 
     size: int
     damaged: tuple = ()
@@ -83,7 +80,7 @@ SMALL = dict(
 )
 BRIEF = dict(log_every=2, eval_every=4, save_every=2, warmup_steps=2, device="cpu")
 UNET = dict(width=8, channel_mult=(1, 2))
-# The stages of audio: shared settings, and those of each stage.
+# Settings of the audio stages: those that all stages share, then those of each stage.
 AUDIO = dict(BRIEF, steps=6, batch_size=4, chunk_size=2, eval_samples=4)
 CODEC = dict(
     AUDIO,
@@ -143,7 +140,7 @@ def write_voices(folder, rows=range(40)):
 
 
 def wav(wave, rate=16000):
-    """A WAV file of 16-bit PCM as bytes, of a wave (C, T)."""
+    """The bytes of a 16-bit WAV file with the wave (C, T)."""
     stream = io.BytesIO()
     with wavfile.open(stream, "wb") as file:
         file.setparams((len(wave), 2, rate, 0, "NONE", ""))
@@ -152,7 +149,7 @@ def wav(wave, rate=16000):
 
 
 def write_captioned(folder, count, size=32):
-    """Write captioned shapes 00000.png, 00000.txt, ... in `folder`; returns pictures, records."""
+    """Write captioned shapes 00000.png, 00000.txt, ... to `folder`: (pictures, records)."""
     pictures, records = synthetic.shapes(range(count), size=size)
     folder.mkdir()
     for i, record in enumerate(records):
@@ -162,7 +159,7 @@ def write_captioned(folder, count, size=32):
 
 
 def write_files(folder, files):
-    """Write {name: bytes} in `folder`; returns it."""
+    """Write files {name: bytes} to `folder`; returns `folder`."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +168,7 @@ def write_files(folder, files):
 
 
 def awake(module, std=0.1):
-    """Replace parameters that are zero by random numbers, as zeros would hide mistakes."""
+    """Replace parameters of only zeros with random numbers, because zeros would hide mistakes."""
     for parameter in module.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=std)
@@ -179,14 +176,14 @@ def awake(module, std=0.1):
 
 
 def read_picture(path):
-    """uint8 (H, W, 3) of an image file."""
+    """The pixels of an image file: uint8 (H, W, 3)."""
     return images.decode_image(Path(path).read_bytes(), str(path))
 
 
 # Scripts
 
 def flags(**settings):
-    """Words of a command line; a tuple becomes values separated by commas."""
+    """`settings` as words of a command line; a tuple becomes values separated by commas."""
     words = []
     for name, value in settings.items():
         if isinstance(value, tuple):
@@ -196,9 +193,9 @@ def flags(**settings):
 
 
 def run(name, *words, ranks=0, expect=0, **settings):
-    """Output of NAME.py or `python -m NAME`, whose exit status must be `expect`.
+    """Run NAME.py or `python -m NAME`; returns its output. Its exit status must be `expect`.
 
-    It runs in this process, or on `ranks` forked processes. settings: `flags` after the `words`.
+    It runs in this process, or in `ranks` forked processes. settings: become flags after `words`.
     """
     words = [*words, *flags(**settings)]
     if ranks:
@@ -220,7 +217,7 @@ def run(name, *words, ranks=0, expect=0, **settings):
 
 
 def mistake(name, *words, status=1, **settings):
-    """The single line, after notes, with which a command must end."""
+    """Run a command that must end with one error line, after any notes; returns the line."""
     *notes, error = run(name, *words, expect=status, **settings).splitlines()
     assert all(note.startswith("note: ") for note in notes)
     assert error.startswith(f"{name}.py: error: ")
@@ -228,16 +225,16 @@ def mistake(name, *words, status=1, **settings):
 
 
 def follow(out, *words):
-    """Output of the next command that a script suggests in `out`, with more `words`."""
+    """Run the next command that a script suggests in `out`, plus `words`; returns its output."""
     (name, arguments), = re.findall(r"^Next: python (\w+)\.py (.*)$", out, re.MULTILINE)
     return run(name, *shlex.split(arguments), *words)
 
 
 class Forked:
-    """SCRIPT.py on `ranks` forked processes, which start in a tenth of torchrun's time.
+    """SCRIPT.py in `ranks` forked processes, which start in a tenth of torchrun's time.
 
-    `out` is a file of what all of them print, to be read line by line as it comes. folders: where
-    each rank works.
+    `out` is a file with the output of all ranks, which can be read line by line while they run.
+    folders: the working folder of each rank.
     """
 
     def __init__(self, script, *words, ranks=1, folders=None):
@@ -246,7 +243,7 @@ class Forked:
         self.processes = []
         for rank in range(ranks):
             folder = folders[rank] if folders else "."
-            # The forkserver still has the variables of its start.
+            # The forkserver only has the variables from when it was started.
             variables = {**os.environ, **environment(rank, ranks, port)}
             arguments = (folder, writer, variables, script, [*map(str, words)])
             self.processes.append(FORKS.Process(target=_forked, args=arguments))
@@ -256,7 +253,7 @@ class Forked:
         self.out = open(os.dup(reader.fileno()), errors="replace")  # noqa: SIM115 (closed later)
 
     def kill(self):
-        """kill -9; True if all were still running."""
+        """Kill all ranks (SIGKILL); returns True if all were still running."""
         running = all(process.is_alive() for process in self.processes)
         for process in self.processes:
             process.kill()
@@ -265,7 +262,7 @@ class Forked:
         return running
 
     def finish(self, expect=0):
-        """Output; every process must end with the status `expect`."""
+        """Wait for all ranks, which must exit with status `expect`; returns their output."""
         out = self.out.read()
         self.out.close()
         for process in self.processes:
@@ -291,7 +288,7 @@ def _forked(folder, writer, variables, script, words):
 # Runs
 
 def metrics(folder):
-    """The lines of metrics.jsonl without times and names of samples."""
+    """The lines of metrics.jsonl, without times and the names of sample files."""
     lines = []
     for line in (Path(folder) / "metrics.jsonl").read_text().splitlines():
         line = json.loads(line)
@@ -346,13 +343,14 @@ def make_codec(**settings):
 # Published models
 
 def write_pipeline(folder):
-    """{part: model} of a pipeline like Karlo's, small and with random weights, in `folder`.
+    """Write a pipeline like Karlo's, but small and random, to `folder`; returns {part: model}.
 
-    Embeddings and text encodings are 64 wide, texts 24 long. The files are diffusers' own.
+    Embeddings and text encodings have width 64; texts have 24 tokens. The files have diffusers'
+    format.
     """
     import diffusers
 
-    pipeline = sys.modules[diffusers.UnCLIPPipeline.__module__]  # its place depends on the version
+    pipeline = sys.modules[diffusers.UnCLIPPipeline.__module__]  # the module depends on the version
     upsampler = dict(
         sample_size=32,
         layers_per_block=1,
@@ -402,14 +400,14 @@ def write_pipeline(folder):
             model.clip_mean.data.normal_(generator=generator)
             model.clip_std.data.uniform_(0.5, 1.5, generator=generator)
         model.save_pretrained(Path(folder, name))
-    # Karlo's is 5.
+    # Karlo has 5.
     scheduler = diffusers.UnCLIPScheduler(clip_sample_range=0.5)
     scheduler.save_pretrained(Path(folder, "prior_scheduler"))
     return models
 
 
 def published_codec(folder, kind, **settings):
-    """A tiny random model of `kind` in `folder`, with varying codes."""
+    """Save a tiny random codec of this `kind` to `folder`, and load it. Its codes vary."""
     transformers = pytest.importorskip("transformers")
     settings = {**CODECS[kind], "sampling_rate": 8000, "codebook_size": 16, **settings}
     model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **settings))

@@ -1,6 +1,6 @@
 """A server on loopback for real clients, and readers for the loggers' files.
 
-It serves plain files, a Hugging Face Hub, and Weights & Biases.
+The server acts as a file server, a Hugging Face Hub, and Weights & Biases.
 """
 import base64
 import http.server
@@ -13,17 +13,18 @@ import pytest
 
 
 def needs(package):
-    """Mark for tests that need the real `package`."""
+    """A mark that skips tests if the real `package` is not installed."""
     missing = not importlib.util.find_spec(package)
     return pytest.mark.skipif(missing, reason=f"{package} is not installed")
 
 
 class Server:
-    """HTTP on loopback.
+    """An HTTP server on loopback.
 
-    `files`: {path: bytes} for GET. `asked`: [(method, path, headers, body), ...]. POST answers as a
-    Hugging Face Hub does, which keeps what it gets in `stored`, {name: bytes}, and HEAD says
-    whether a name is there. POST /graphql answers as Weights & Biases, of a run abc with `files`.
+    GET serves `files`, {path: bytes}. `asked` lists all requests, (method, path, headers, body).
+    POST answers as a Hugging Face Hub does, and keeps uploads in `stored`, {name: bytes}. HEAD
+    tells whether a name is stored. POST /graphql answers as Weights & Biases, for a run abc that
+    has `files`.
     """
 
     def __init__(self):
@@ -61,7 +62,7 @@ class Server:
         self.http.server_close()
 
     def reply(self, method, path, body):
-        """(status, bytes)"""
+        """The reply to a request: (status, body)."""
         if method == "POST":
             return 200, json.dumps(self.post(path, body)).encode()
         if method == "HEAD":
@@ -72,9 +73,9 @@ class Server:
         return 200, self.files[path]
 
     def post(self, path, body):
-        """The JSON value of the reply."""
+        """The reply to a POST request, as a JSON value."""
         request = json.loads(body.strip().rpartition(b"\n")[2] or "{}")
-        if "/commit/" in path:  # its last line is the file
+        if "/commit/" in path:  # the last line of the request is the file
             self.stored[request["value"]["path"]] = base64.b64decode(request["value"]["content"])
             return {"commitUrl": f"{self.url}/me/prior/commit/0", "commitOid": "0" * 40}
         if path == "/graphql":
@@ -97,9 +98,9 @@ class Server:
 
 
 def records_of(folder):
-    """Read back what a logger has of a run.
+    """Read a run back from the files of its logger.
 
-    Returns ({name: [(step, value), ...]} of the scalars, {name of a sample: how many}).
+    Returns ({name of a scalar: [(step, value), ...]}, {name of a sample: number of samples}).
     """
     if (folder / "tensorboard").exists():
         return tensorboard_of(folder)
@@ -125,31 +126,31 @@ def wandb_of(folder):
     for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
         for history in histories(path.read_bytes()):
             row = {tuple(item.nested_key) or (item.key,): item.value_json for item in history.item}
-            rows[history.step.num] = row  # like the real server, keep the last one of a step
+            rows[history.step.num] = row  # like the real server, keep the last row of a step
     curves = {}
     samples = {}
     for step, row in sorted(rows.items()):
         for (name, *part), value in row.items():
             if part == ["_type"]:
                 samples[name] = samples.get(name, 0) + 1
-            elif not part and name[0] != "_":  # the package uses such names
+            elif not part and name[0] != "_":  # the package's own names begin with _
                 curves.setdefault(name, []).append((step, json.loads(value)))
     return curves, samples
 
 
 def histories(content):
-    """The logged rows in a file of wandb offline, as records of the package.
+    """Yield the logged rows in a file of wandb's offline mode, as records of the package.
 
-    It is a log in the format of LevelDB of protobuf records: blocks of 32 KiB, in which a record
-    may be cut.
+    The file is a LevelDB log of protobuf records. It has blocks of 32 KiB, and a record that does
+    not fit into one is split.
     """
     from wandb.proto.wandb_internal_pb2 import Record
     place = 7
     record = b""
     while place + 7 <= len(content):
-        # After a checksum. Kinds: 1 whole, 2 first, 3 middle, 4 last.
+        # Skip the checksum. The kinds of parts are 1 whole, 2 first, 3 middle, 4 last.
         size, kind = struct.unpack_from("<HB", content, place + 4)
-        left = 32768 - place % 32768  # of the block, whose end is padded with zeros
+        left = 32768 - place % 32768  # rest of the block, whose end is padded with zeros
         if left < 7 or not kind:
             place += left
             continue

@@ -1,4 +1,4 @@
-"""LoRA runs: starting on a base, and merging adapters for inference."""
+"""LoRA runs: starting from a base model, and merging adapters for inference."""
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from common.models import nn as layers
 
 
 class Small(nn.Module):
-    """A transformer before a layer that takes no adapter, though its name is "out"."""
+    """A transformer, then a layer that gets no adapter, although its name is "out"."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -46,7 +46,7 @@ def adapting(base, precision="fp32"):
 
 
 def save_adapters(folder):
-    """(file of a base, file of its adapters of rank 4, the adapted model)."""
+    """Save a base and adapters of rank 4: (file of the base, file of the adapters, model)."""
     model = Small()
     base = folder / "base.pt"
     path = folder / "adapters.pt"
@@ -136,7 +136,7 @@ def test_a_file_with_adapters_merged_in_or_loaded_equals_the_adapted_model(tmp_p
     weights = contents["model"]
     merged = adapters.merged(contents, path)
     assert merged.keys() == {"model", "step"}
-    assert contents["model"] is weights  # the caller's
+    assert contents["model"] is weights  # the caller's dict is unchanged
     model = Small()
     model.load_state_dict(merged["model"])
     assert_close(output(model), output(adapted))

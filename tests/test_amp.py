@@ -60,7 +60,7 @@ class CountCasts(TorchDispatchMode):
 
 
 def casts_of_two_steps(context):
-    """(casts in the forward passes of three chunks of each, all gradients)"""
+    """Take two steps of three chunks each: (number of casts in forward passes, all gradients)."""
     model, _ = make()
     count = 0
     gradients = []

@@ -21,7 +21,7 @@ BASE = dict(image_size=8, cond_width=16, attention_levels=(1,), learned_variance
 TEXT = dict(text_encodings="clip", raw_embeddings=True)
 TRANSFORMER = dict(width=16, depth=1, heads=2)
 
-# Small sizes for the benchmarks, and a small preset of each form.
+# Small sizes for the benchmarks, and small presets.
 CONSTANTS = {
     "CODEC": dict(
         channels=2,
@@ -55,7 +55,7 @@ def test_every_case_gives_a_line_of_its_own(name, words, cases, monkeypatch, cap
     bench = importlib.import_module(name)
     for constant in CONSTANTS.keys() & vars(bench).keys():
         monkeypatch.setattr(bench, constant, CONSTANTS[constant])
-    monkeypatch.setattr("bench_prior.SIDE", 256)  # of the matrices that measure the peak
+    monkeypatch.setattr("bench_prior.SIDE", 256)  # size of the matrices that measure the peak
     monkeypatch.setattr(train_prior, "PRESETS", PRIORS)
     monkeypatch.setattr(train_decoder, "PRESETS", DECODERS)
     monkeypatch.setattr("sys.argv", [name, *words.split(), "--repeats", "1", "--threads", "1"])

@@ -32,9 +32,9 @@ def contents_of(folder):
 
 
 def write_checkpoint(path, **entries):
-    """Write a checkpoint whose averaged weights are not those of its model; returns its contents.
+    """Write a checkpoint whose averaged weights differ from its model's; returns its contents.
 
-    Its settings are not the defaults: a logger and copies that another program may not have.
+    Its settings name a logger and a saver that another program may not have.
     """
     settings = Settings(batch_size=7, logger="wandb", save=("local save_best_to=x",))
     contents = {
@@ -80,7 +80,7 @@ def as_file(value):
 @pytest.mark.parametrize("mmap", [False, True])
 def test_loading_runs_no_code_and_refuses_a_foreign_or_torn_file_in_one_line(
         content, reason, mmap, tmp_path):
-    """Promise 5"""
+    """Promise 5: files are loaded safely."""
     path = tmp_path / "state.pt"
     path.write_bytes(content)
     # torch advises loading without weights_only, which must not be shown.
@@ -103,7 +103,7 @@ def test_a_file_without_a_wanted_entry_is_refused_by_the_entrys_name(tmp_path):
 
 def test_an_error_in_the_middle_of_writing_leaves_the_old_file_and_nothing_else(
         tmp_path, monkeypatch):
-    """Promise 3"""
+    """Promise 3: nothing saved is lost."""
     path = tmp_path / "new" / "values.json"
     checkpoint.write_json({"a": math.nan}, path)
     old = {"values.json": b'{\n  "a": null\n}\n'}
@@ -118,11 +118,11 @@ def test_an_error_in_the_middle_of_writing_leaves_the_old_file_and_nothing_else(
 
 def test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_write_ends(
         tmp_path, monkeypatch):
-    """Promise 3"""
+    """Promise 3: nothing saved is lost."""
     path = tmp_path / "x"
     temporary = tmp_path / "x.tmp"
     path.write_bytes(b"old")
-    synced = []  # at each sync: (True if of the folder, contents of the two files)
+    synced = []  # at each sync: (True if the folder is synced, contents of both files)
 
     def fsync(descriptor):
         is_folder = os.path.samestat(os.fstat(descriptor), tmp_path.stat())
@@ -145,7 +145,7 @@ def test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_write_ends
     lambda path: checkpoint.write_json(["x" * 4000] * 100, path),
 ])
 def test_a_full_disk_is_told_with_the_files_name_and_the_old_file_stands(write, tmp_path):
-    """Promise 3"""
+    """Promise 3: nothing saved is lost."""
     path = tmp_path / "x"
     path.write_bytes(b"old")
     (tmp_path / "x.tmp").symlink_to("/dev/full")
@@ -169,7 +169,7 @@ def test_the_checksum_is_the_sha256_of_all_bytes(size, tmp_path):
     path.write_bytes(b"x" * size)
     assert checkpoint.checksum(path) == hashlib.sha256(path.read_bytes()).hexdigest()
     contents = {"model": {"w": torch.arange(size), "b": torch.ones(3)}}
-    sha256 = checkpoint.save(contents, path)  # of what was written
+    sha256 = checkpoint.save(contents, path)  # of the bytes as written
     assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert same(checkpoint.load(path), contents)
 
@@ -195,7 +195,7 @@ def test_a_lock_is_refused_or_waited_for_while_another_process_has_it(tmp_path):
         with pytest.raises(BlockingIOError):
             checkpoint.lock(file)
         process.stdin.close()
-        checkpoint.lock(file, wait=True)  # the other process ends meanwhile
+        checkpoint.lock(file, wait=True)  # waits until the other process ends
     process.wait()
 
 
@@ -205,7 +205,7 @@ def test_a_file_system_without_locks_is_a_note_about_the_run_alone(tmp_path, mon
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with open(tmp_path / "x", "a") as file:
-        checkpoint.lock(file, wait=True)  # of a download, which may happen twice
+        checkpoint.lock(file, wait=True)  # for a download, which does no harm if repeated
         assert capsys.readouterr().err == ""
         checkpoint.lock(file)
         assert "make sure that no other process trains here" in capsys.readouterr().err
@@ -225,7 +225,7 @@ def test_weights_that_fit_are_taken_bit_for_bit(tmp_path):
     (lambda weights: weights.update({"0.bias": torch.zeros(3)}), r"\('0.bias', \(3,\)\)"),
 ])
 def test_another_models_weights_are_refused_with_the_first_names_and_change_nothing(change, name):
-    """Promise 5"""
+    """Promise 5: files are loaded safely."""
     model = nn.Sequential(nn.Linear(4, 12), nn.BatchNorm1d(12), nn.SiLU(), nn.Linear(12, 1))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     weights = {name: torch.ones_like(weight) for name, weight in before.items()}
@@ -250,7 +250,7 @@ def test_a_model_is_read_by_its_kind_with_the_weights_wanted(tmp_path):
     written = write_checkpoint(path)
     for weights, entry in (("ema", "ema"), ("online", "model")):
         cfg, found = checkpoint.read_model(CLASSES, path, weights)
-        # Loggers and savers of the training are not needed to use its model.
+        # The training's loggers and savers are not needed to use its model.
         assert cfg == Settings(batch_size=7)
         assert same(found["model"], written[entry])
         assert ("training" in found) == (weights == "online")
@@ -275,12 +275,12 @@ def test_the_contents_of_a_model_are_those_of_a_checkpoint_without_what_only_tra
 
 
 def test_a_mistake_in_a_forks_model_is_not_blamed_on_its_file(tmp_path):
-    """Promises 8 and 10"""
+    """Promises 8 and 10: a mistake ends in one line; a fork works."""
     path = tmp_path / "x.pt"
     written = write_checkpoint(path)
 
     class Layer(nn.Linear):
-        """A model with a misspelled name, whose weights cannot be loaded."""
+        """A model whose load_state_dict contains a misspelled name."""
 
         def load_state_dict(self, weights):
             return wieghts  # noqa: F821

@@ -64,7 +64,7 @@ def test_padding_and_company_do_not_change_an_embedding(model):
 def test_the_condition_of_texts_is_cut_or_padded_and_always_fp32(model, length):
     texts = ["a star", "", TRIANGLE]
     embedding, encodings, mask = model.embed_text(model.tokenizer(texts))
-    assert mask.sum(1).max() > 5  # some are longer
+    assert mask.sum(1).max() > 5  # some texts are longer than 5 tokens
     with torch.autocast("cpu", torch.bfloat16):
         condition = model.text_condition(texts, length)
         of_tokens = model.text_condition(model.tokenizer(texts), length)
@@ -127,9 +127,9 @@ def test_retrieval_counts_what_is_nearest_by_the_hundred():
     captions = [f"caption {i}" for i in range(250)]
     assert clip.retrieval(references, references, captions) == 1
     queries = references.copy()
-    queries[:20] = references[20:40]  # 20 of the 200 find another one; the last 50 are ignored
+    queries[:20] = references[20:40]  # 20 of 200 match another caption; the last 50 are ignored
     queries[200:] = 0
     assert clip.retrieval(queries, references, captions) == 0.9
     captions[0] = captions[20]  # an equal caption is correct
     assert clip.retrieval(queries, references, captions) == 0.905
-    assert clip.retrieval(references[[1, 1]], references[:2], captions[:2]) == 0.5  # of two
+    assert clip.retrieval(references[[1, 1]], references[:2], captions[:2]) == 0.5  # among two

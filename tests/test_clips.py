@@ -1,4 +1,4 @@
-"""The CLIP of a run: found by name or by its data, and equal to that of the package open_clip."""
+"""The CLIP of a run: found by name or from the data, and equal to the open_clip package's."""
 
 import contextlib
 import io
@@ -54,7 +54,7 @@ def test_a_clip_survives_its_file_and_what_is_none_or_another_is_named(tmp_path)
 
 @pytest.fixture
 def open_clip(monkeypatch, tmp_path):
-    """The package, offline; the name ViT-L-14 stands for a small model."""
+    """The open_clip package, offline, where ViT-L-14 is a small model."""
     package = pytest.importorskip("open_clip")
     for registry in ("_MODEL_CONFIG_PATHS", "_MODEL_CONFIGS"):
         monkeypatch.setattr(package.factory, registry, getattr(package.factory, registry).copy())
@@ -97,7 +97,7 @@ def test_embeddings_are_those_of_open_clip_with_the_activation_of_the_weights(op
     assert text_only.model.visual is None
     assert same(text_only.embed_text(tokens), (embedding, encodings, mask))
 
-    # Square and other photos, with its own preprocessing
+    # Compare on square and other photos, with open_clip's own preprocessing.
     Image = pytest.importorskip("PIL.Image")
     mean, std = theirs.visual.image_mean, theirs.visual.image_std
     preprocess = open_clip.image_transform(16, is_train=False, mean=mean, std=std)
@@ -185,7 +185,7 @@ def test_embeddings_in_another_order_than_the_pictures_are_refused_if_a_clip_is_
 
 @pytest.mark.parametrize("shift", [0, 1])
 def test_text_embeddings_in_another_order_than_the_captions_are_refused_by_a_prior(shift, tmp_path):
-    captions = [f"caption {i // 2}" for i in range(60)]  # two pictures have one
+    captions = [f"caption {i // 2}" for i in range(60)]  # two pictures share a caption
     rows = Encoder().text_condition(captions, 1)["text_embed"].numpy()
     records = [{"caption": caption} for caption in captions]
     embeddings.write_shards(tmp_path, rows, np.roll(rows, 2 * shift, 0), records)

@@ -37,7 +37,7 @@ def test_codes_and_waves_are_the_packages_own(kind, hop_length, two_codes, tmp_p
         assert torch.equal(first, theirs.audio_codes.view(count, 13).T)
         sound = codec.decode(first)
         assert sound.shape == (13 * hop_length,)
-        values = theirs.audio_values.flatten()  # DAC's are fewer where a stride is odd
+        values = theirs.audio_values.flatten()  # DAC returns fewer samples if a stride is odd
         assert_close(sound[: len(values)], values)
 
     published_codec(tmp_path, kind)

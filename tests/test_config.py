@@ -59,7 +59,7 @@ def parse(*words, cls=Low):
 
 @pytest.fixture
 def run(monkeypatch):
-    """run(words, *arguments) -> status of config.run, which must end."""
+    """run(words, *arguments): call config.run, which must exit; returns the exit status."""
     def end(words, *arguments):
         monkeypatch.setattr("sys.argv", ["there/x.py", *words.split()])
         with pytest.raises(SystemExit) as caught:
@@ -98,9 +98,9 @@ def test_a_home_folder_is_found_and_a_comma_splits_unless_such_a_folder_is_there
 }.items())
 def test_flags_become_values_of_the_types_of_the_stages_class(words, expected):
     found = parse("--stage", expected.stage, *words.split(), cls=STAGES)
-    assert repr(found) == repr(expected)  # which tells 3 from 3.0
+    assert repr(found) == repr(expected)  # repr tells 3 from 3.0
     assert parse(*words.split(), cls=type(expected)) == expected
-    if expected.preset == "tall":  # which names its stage
+    if expected.preset == "tall":  # this preset names its stage
         assert parse(*words.split(), cls=STAGES) == expected
 
 
@@ -135,7 +135,7 @@ def test_the_config_of_a_run_reads_back_as_it_was_or_with_notes_if_a_script_has_
     cfg = Low(widths=(3, 4), cosine=False, lr=1 / 3, data="größe, x", seed=2**60 + 1)
     values = {**config.as_json(cfg), "versions": {"torch": "2.13"}}
     path.write_text(json.dumps(values), encoding="utf-8")
-    for cls in (Low, STAGES):  # also its stage
+    for cls in (Low, STAGES):  # the file also selects the stage
         assert parse("--config", str(path), cls=cls) == cfg
     assert capsys.readouterr().err == ""
 
@@ -152,7 +152,7 @@ def test_the_config_of_a_run_reads_back_as_it_was_or_with_notes_if_a_script_has_
 @pytest.mark.parametrize("words, given", [
     ("", set()),
     ("--preset large", {"preset"}),
-    ("--preset=large --lr 0.5 --steps=100", {"preset", "lr", "steps"}),  # also the same values
+    ("--preset=large --lr 0.5 --steps=100", {"preset", "lr", "steps"}),  # also a default value
     ("--config a.json --compile", {"lr", "widths", "compile"}),
     ("--config run.json", {"lr", "stage"}),
 ])
@@ -174,7 +174,7 @@ def test_what_the_user_gave_is_known_by_flags_and_files_but_not_by_presets(words
     ({"lr": float("nan")}, "--lr nan: expected a finite number"),
 ])
 def test_a_config_made_in_python_is_checked_as_flags_are(settings, message):
-    """Promise 8"""
+    """Promise 8: a mistake ends in one line."""
     with pytest.raises(UserError, match=f"^{message}$"):
         Low(**settings)
     with pytest.raises(UserError, match=f"^{message}$"):
@@ -201,7 +201,7 @@ def test_a_config_made_in_python_is_checked_as_flags_are(settings, message):
     ("--lr nan", "--lr nan: expected a finite number"),
     ("--lr inf", "--lr inf: expected a finite number"),
     ("--preset big", "--preset big: expected one of large, tall"),
-    ("sample --preset big --lp 1", "--lp: no such setting"),  # presets are of the default command
+    ("sample --preset big --lp 1", "--lp: no such setting"),  # only the default command has presets
     ("smaple", "smaple: expected one of train, sample; COMMAND --help"),
 ])
 def test_a_mistake_on_the_command_line_ends_in_one_line_of_rank_0_and_status_2(
@@ -272,7 +272,7 @@ def failing(error):
 ])
 def test_an_error_while_running_ends_in_one_line_of_the_rank_that_met_it(
         error, status, printed, run, monkeypatch, capsys):
-    """Promises 6 and 8"""
+    """Promises 6 and 8: all ranks end together; a mistake ends in one line."""
     monkeypatch.setenv("RANK", "1")
     assert run("", *failing(error)) == status
     assert capsys.readouterr() == ("", printed)
@@ -295,7 +295,7 @@ def test_an_error_is_explained_by_a_message_unless_it_explains_itself():
         raise UserError("as it is")
 
     class Missing(UserError):
-        """Another kind."""
+        """A subclass of UserError."""
 
     with pytest.raises(Missing, match=r"^b: .*as it is"), config.explained("b:", Missing):
         raise UserError("as it is")
@@ -383,7 +383,7 @@ def test_what_a_console_of_ascii_cannot_print_is_escaped(monkeypatch):
 # The flags of the scripts
 
 def flags_of(commands):
-    """Flags of all `commands`, but --config."""
+    """Flags of all `commands`, except --config."""
     classes = []
     for _, cls in commands.values():
         classes += cls.values() if isinstance(cls, dict) else [cls]
@@ -397,7 +397,7 @@ SCRIPTS = ["train_prior", "train_decoder", "train_audio"]
 def test_torchrun_hands_on_every_flag_and_none_begins_one_of_its_own(script):
     torchrun = get_args_parser()
     for flag in flags_of(importlib.import_module(script).COMMANDS):
-        # On Python 3.11 and older it would be an abbreviation of torchrun's.
+        # On Python 3.11 and older, it would be taken for an abbreviation of torchrun's flag.
         assert not [name for name in torchrun._option_string_actions if name.startswith(flag)]
         args = torchrun.parse_args(["--nproc_per_node=2", "script.py", "sample", flag, "x"])
         assert args.training_script_args == ["sample", flag, "x"]
@@ -428,7 +428,7 @@ class Stages(config.TrainingRun):
 @pytest.mark.parametrize("words", [
     "--init_from x.pt", "--load x.pt", "--save local", "--logger=wandb id=x"])
 def test_what_is_of_one_stage_is_refused_where_all_are_trained(words):
-    """Promise 8"""
+    """Promise 8: a mistake ends in one line."""
     flag, _, value = words.replace("=", " ", 1).partition(" ")
     with pytest.raises(UserError, match="these are for one stage; give --stage"):
         config.parse(Stages, [flag, value])

@@ -67,7 +67,7 @@ def test_the_true_x0_follows_from_the_true_target(objective):
     assert_close(target, expected, rtol=1e-3, atol=1e-3)
     found = diffusion.predict_x0(objective, target, x_t, a, s)
     assert_close(found, x0, rtol=1e-3, atol=1e-3)
-    assert x0._version == noise._version == 0  # the caller's tensors were not written to
+    assert x0._version == noise._version == 0  # the caller's tensors are not written to
 
 
 @objectives
@@ -114,7 +114,7 @@ def test_timesteps_have_the_published_density(density):
     }[density]
     expected = torch.histc(time, 20, 0, 1) / len(time)
     fractions = torch.bincount(drawn.flatten(), minlength=20) / drawn.numel()
-    assert (fractions - expected).abs().sum() / 2 < 0.008  # 0.004 is usual for so many
+    assert (fractions - expected).abs().sum() / 2 < 0.008  # 0.004 is usual for so many draws
 
 
 def test_dream_moves_input_and_target_along_the_networks_error():
@@ -175,7 +175,7 @@ def test_variational_bound_is_the_kl_of_the_two_gaussians():
     bits = kl_divergence(posterior, model).mean((1, 2)) / math.log(2)
     assert_close(ours.double(), bits, rtol=2e-3, atol=0)
     ours.sum().backward()
-    assert estimate.grad is None  # it teaches the variance alone
+    assert estimate.grad is None  # the bound trains only the variance
     assert fraction.grad.isfinite().all() and fraction.grad.any()
 
 
@@ -193,7 +193,7 @@ def test_the_first_term_is_the_likelihood_of_eight_bit_pixels(estimate, fraction
     bits = diffusion.variational_bound(pixels, first, estimates, fractions, *levels)
     beta = diffusion.noise_betas("linear", T)
     bar = torch.cumprod(1 - beta, 0)
-    stand_in = beta[1] * (1 - bar[0]) / (1 - bar[1])  # Nichol & Dhariwal's, as β̃₀ is 0
+    stand_in = beta[1] * (1 - bar[0]) / (1 - bar[1])  # used by Nichol & Dhariwal, because β̃₀ is 0
     std = (beta[0] ** fraction * stand_in ** (1 - fraction)).sqrt()
     upper = pixels[:-1, 0].double() + 1 / 255  # the edges between two values
     below = Normal(estimate, std).cdf(upper)
@@ -221,7 +221,7 @@ def test_a_sample_has_the_same_noise_in_any_batch():
     of_pairs = diffusion.noise_generator([5, 6], "cpu")
     of_one = diffusion.noise_generator([6], "cpu")
     draws = torch.stack([of_three(torch.zeros(3, 16)) for _ in range(3)])
-    expected = of_one(torch.zeros(2, 16))  # in pairs two samples are of one seed
+    expected = of_one(torch.zeros(2, 16))  # in pairs, two samples share a seed
     assert torch.equal(draws[:2, 1], expected)
     assert torch.equal(of_pairs(torch.zeros(4, 16))[2:], expected)
     assert len(torch.cat(list(draws)).unique(dim=0)) == 9
@@ -232,7 +232,7 @@ def test_a_sample_has_the_same_noise_in_any_batch():
 @pytest.mark.parametrize("name", ["flow", "linear", "cosine"])
 @pytest.mark.parametrize("steps", [7, T])
 def test_ancestral_steps_are_bayes_posterior_from_the_level_of_each_input_to_x0(name, steps):
-    """q(x_s | x_t, x0) by multiplying the Gaussians q(x_s | x0) and q(x_t | x_s), in float64."""
+    """The slow reference multiplies the Gaussians q(x_s | x0) and q(x_t | x_s), in float64."""
     alpha, sigma = diffusion.alphas_sigmas(name, T)
     predictions, noises = torch.randn(2, T, 2, 3)
     unused = iter(noises)
@@ -289,7 +289,8 @@ def test_without_noise_half_as_long_steps_have_a_fourth_of_the_error(objective):
     for steps in (16, 32, 64, 128, 256):
         found = diffusion.sample(denoise, x_T, alpha, sigma, steps, eta=0.0)
         errors.append((found - exact).abs().item())
-    # At σ = 0, where λ is unbounded, it is a bit less than a fourth. First order: 2 and 16.
+    # Doubling the steps divides the error by 4 (in all, by 256), or a bit less, because λ is
+    # unbounded at σ = 0. A first-order solver would divide it by 2 (in all, by 16).
     assert min(a / b for a, b in itertools.pairwise(errors)) > 2.9
     assert errors[0] / errors[-1] > 90
 
@@ -373,7 +374,7 @@ def test_learned_variance_runs_from_the_posteriors_to_betas_times_eta(name, eta,
     beta = s[t] ** 2 - ratio ** 2 * s[t_prev] ** 2
     posterior = beta * (s[t_prev] / s[t]) ** 2
     spread = eta * math.sqrt(beta ** fraction * posterior ** (1 - fraction))
-    direction = math.sqrt(s[t_prev] ** 2 - eta ** 2 * posterior)  # whatever the variance
+    direction = math.sqrt(s[t_prev] ** 2 - eta ** 2 * posterior)  # for any variance
     assert inputs[1] == pytest.approx(direction / s[t] + spread, rel=1e-4)
 
 
@@ -427,7 +428,7 @@ def test_settings_that_would_have_no_effect_are_refused_and_no_others():
         except UserError:
             continue
         accepted.add(names)
-    of_flow = itertools.product(["flow"], ["cosine"], WEIGHTS)  # its own levels, any weight
+    of_flow = itertools.product(["flow"], ["cosine"], WEIGHTS)  # own levels, any weight
     of_others = itertools.product(OBJECTIVES[:3], ["cosine", "linear"], WEIGHTS[:2])
     assert accepted == {*of_flow, *of_others}
 

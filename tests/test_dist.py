@@ -1,4 +1,4 @@
-"""Distributed helpers, with real gloo processes: exact sums, and common decisions."""
+"""Distributed helpers, with real gloo processes: exact sums, and decisions shared by all ranks."""
 import contextlib
 import os
 import signal
@@ -71,14 +71,14 @@ def outcomes():
     for failing in ((), (0,), (1, 2)):
         for way in (dist.on_all, dist.on_main):
             found.append(outcome(way, failing))
-            assert dist.all_sum([1.0]) == [3.0]  # the ranks still work together
+            assert dist.all_sum([1.0]) == [3.0]  # the ranks are still in sync
     return [*found, outcome(lambda work: dist.fail("all"))]
 
 
 def test_of_work_that_fails_one_rank_raises_the_error_and_all_ranks_end(on_ranks):
-    """Promise 6"""
+    """Promise 6: all ranks end together."""
     first, second, third = on_ranks(3, outcomes)
-    # Failures: none, then rank 0, then ranks 1 and 2. The latter do not fail on rank 0.
+    # Work fails on no rank, then on rank 0, then on ranks 1 and 2, where on_main does not run it.
     assert first == [0, 0, "rank 0", "rank 0", None, 0, "all"]
     assert second == [1, 0, None, None, "rank 1", 0, None]
     assert third == [2, 0, None, None, None, 0, None]
@@ -110,9 +110,9 @@ def test_a_tensor_of_rank_0_reaches_every_rank_in_place(on_ranks):
 # Tensors
 
 def sum_up(bucket):
-    """(sums over ranks of the gradients of each, gradients that the ranks summed).
+    """(sums over ranks of each rank's own gradients, gradients from dist.sum_gradients).
 
-    Ranks have different numbers of chunks. One layer is never used, one not on each rank.
+    Ranks have different numbers of chunks. One layer is never used, and one not on every rank.
     """
     dist.BUCKET = bucket
     kernel = nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last)
@@ -155,8 +155,8 @@ def test_gradients_are_summed_while_the_pass_goes_on_and_are_zero_where_there_ar
 def places_of_stops(cases):
     """(steps taken, numbers dealt, signal) of this rank, for each of `cases`.
 
-    A case is {rank: signal that comes in its fourth step, or after its second number if negative}.
-    No gradients are summed: a fork may do that by other means.
+    A case is {rank: signal}. The signal comes in the fourth step, or, if negative, after the second
+    number. dist.sum_gradients is not called, because a fork may sum gradients by other means.
     """
     places = []
     for case in cases:
@@ -184,7 +184,7 @@ def places_of_stops(cases):
 def test_a_signal_to_any_rank_stops_all_in_the_same_step_or_before_the_same_sample(on_ranks):
     number = signal.SIGHUP
     cases = [{0: number}, {1: number}, {0: -number}, {1: -number}]
-    cases += [{0: signal.SIGTERM, 1: signal.SIGUSR1}, {}]  # different ones at once, and none
+    cases += [{0: signal.SIGTERM, 1: signal.SIGUSR1}, {}]  # two signals at once, then none
     for rank, places in enumerate(on_ranks(2, places_of_stops, cases)):
         expected = [(4, [], number)] * 2 + [(9, [rank, rank + 2], number)] * 2
         expected += [(4, [], signal.SIGTERM), (9, [*range(rank, 7, 2)], None)]
@@ -262,7 +262,7 @@ def test_no_thread_of_the_group_outlives_it_and_aborts_the_process_at_its_end():
 
 @pytest.mark.parametrize("variables, message", [
     ({"WORLD_SIZE": "2"}, "variable RANK expected, but not set"),
-    (environment(0, 2, free_port()), "[Tt]imed out"),  # the other one never comes
+    (environment(0, 2, free_port()), "[Tt]imed out"),  # rank 1 never comes
 ])
 def test_a_group_that_does_not_come_together_is_one_line(variables, message, monkeypatch):
     for name, value in variables.items():
@@ -319,7 +319,7 @@ def test_a_device_that_is_not_there_is_refused_with_a_way_out(device, message, m
         dist.setup(device)
 
 
-# A process of its own, as these settings are torch's. There need be no GPU to take them.
+# Runs in its own process, because it changes torch's global settings. It needs no GPU.
 ON_GPU = """
 import torch
 from common import dist
@@ -333,7 +333,7 @@ for options in ({}, {"deterministic": False}):
 
 
 def test_on_a_gpu_bits_repeat_unless_cudnn_may_look_for_faster_kernels():
-    """Promise 9"""
+    """Promise 9: results repeat."""
     status, out, err = script(ON_GPU)
     assert status == 0, err
     assert out == "cuda:0 True False\ncuda:0 False True\n"

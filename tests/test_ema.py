@@ -11,7 +11,7 @@ from common.ema import EMA
 
 
 class Model(nn.Sequential):
-    """Its layers in their order."""
+    """Layers with parameters, buffers, and frozen weights."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ def train(model, steps, after_step):
         optimizer.zero_grad()
         model(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
-        model.frozen.weight.add_(1e-3)  # frozen, but not constant: others may load or move it
+        model.frozen.weight.add_(1e-3)  # frozen, but not constant: other code may change it
         after_step(step)
 
 
@@ -57,7 +57,7 @@ def test_the_average_is_torchs_averagedmodel_of_those_decays_and_all_else_is_the
         if step % ema.update_every == 0:
             reference.multi_avg_fn = get_ema_multi_avg_fn(ema.decay_at(step))
             reference.update_parameters(model)
-        expected = model.state_dict()  # buffers and what is frozen
+        expected = model.state_dict()  # buffers and frozen weights
         for name, parameter in reference.module.named_parameters():
             if parameter.requires_grad:
                 expected[name] = parameter
@@ -75,7 +75,7 @@ def test_the_average_is_torchs_averagedmodel_of_those_decays_and_all_else_is_the
 def test_the_decay_follows_the_formula(settings):
     ema = EMA(Model(), decay=0.95, **settings)
     decays = [ema.decay_at(step) for step in range(1, 300)]
-    # Those of diffusers' EMAModel.
+    # The defaults of diffusers' EMAModel.
     defaults = dict(inv_gamma=1.0, power=0.75, min_decay=0.0, update_after=0)
     inv_gamma, power, min_decay, update_after = (defaults | settings).values()
     s = torch.arange(1.0, 299 - update_after, dtype=torch.float64)
@@ -107,7 +107,7 @@ def test_without_a_decay_all_is_the_models_own():
 
 
 def test_a_state_that_was_saved_is_copied_in_and_goes_on_bit_for_bit():
-    """Promise 1"""
+    """Promise 1: resuming is exact."""
     model, ema = make(3, min_decay=0.9)
     again = EMA(copy.deepcopy(model), min_decay=0.9)
     state = copy.deepcopy(ema.state_dict())
@@ -115,7 +115,7 @@ def test_a_state_that_was_saved_is_copied_in_and_goes_on_bit_for_bit():
     for each in (ema, again):
         train(each.model, range(4, 7), each.update)
     assert same(again.state_dict(), ema.state_dict())
-    assert not same(state, ema.state_dict())  # what was loaded is not written into
+    assert not same(state, ema.state_dict())  # the loaded state is not written to
 
 
 def test_a_bf16_model_has_an_fp32_average_that_moves_where_bf16_would_stand_still():
@@ -137,7 +137,7 @@ def test_applied_gives_the_averages_and_then_the_models_own_weights_bit_for_bit(
     with ema.applied(model):
         assert same(model.state_dict(), ema.state_dict())
         assert not same(model.state_dict(), weights)
-        model.train()(torch.randn(8, 4))  # moves the buffers of the batch norm
+        model.train()(torch.randn(8, 4))  # changes the batch norm's buffers
     assert same(model.state_dict(), weights)
     assert all(p is q for p, q in zip(parameters, model.parameters()))
 

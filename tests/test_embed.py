@@ -48,7 +48,7 @@ def test_a_clip_whose_training_was_interrupted_is_not_there(tmp_path, monkeypatc
 @pytest.mark.parametrize("settings", [{}, dict(optimizer="muon", steps=50)])
 def test_training_learns_what_captions_say_of_images(settings, tmp_path, monkeypatch):
     model = train(tmp_path, monkeypatch, 320, **settings)
-    # It was not trained on these, which are the scripts' data.
+    # Test on the scripts' data, which it was not trained on.
     pictures, records = synthetic.shapes(range(320), size=16)
     batches = [(pictures[:100], records[:100]), (pictures[100:], records[100:])]
     (image, text), embedded = embed.embed(model, batches)
@@ -64,7 +64,7 @@ def test_training_learns_what_captions_say_of_images(settings, tmp_path, monkeyp
     named = synthetic.named_attributes(records)
     values = synthetic.attribute_values(records)
     fits = (values[nearest] == values) | ~named
-    assert fits.all(1).mean() > 0.12  # of an untrained one 0.02
+    assert fits.all(1).mean() > 0.12  # 0.02 for an untrained CLIP
 
 
 # The commands

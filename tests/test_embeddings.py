@@ -88,7 +88,7 @@ def test_what_is_zero_not_finite_or_of_another_length_is_unusable_but_for_paddin
     change_rows(folder / "text_enc/text_enc_0.npy", (2, 2, 1), np.inf)
     change_rows(folder / "img_emb/img_emb_0.npy", 3, 0)
     change_rows(folder / "text_emb/text_emb_0.npy", (4, 0), np.nan)
-    change_rows(folder / "img_emb/img_emb_0.npy", (5, 0), 60_000)  # half precision ends there
+    change_rows(folder / "img_emb/img_emb_0.npy", (5, 0), 60_000)  # the fp16 maximum is 65,504
     change_rows(folder / "text_emb/text_emb_0.npy", 6, 1e-3)
     _, usable = Embeddings(folder, text_encodings=True).fetch(np.arange(8))
     assert usable.tolist() == [True, True, False, False, False, False, False, True]
@@ -188,7 +188,7 @@ def test_a_mark_and_another_end_of_line_are_no_part_of_a_caption(tmp_path):
 
 
 def write_parquet(folder, shards):
-    """Write a file for each of `shards`, lists of captions; returns the package."""
+    """Write a parquet file for each list of captions in `shards`; returns pyarrow.parquet."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     (folder / "metadata").mkdir()
@@ -200,7 +200,7 @@ def write_parquet(folder, shards):
 
 @pytest.fixture
 def parquet_folder(folder):
-    """Captions in parquet, in place of jsonl."""
+    """A folder with captions in parquet instead of jsonl."""
     shutil.rmtree(folder / "captions")
     captions = [f"row {row} ü" for row in range(ROWS)]
     captions[6] = None
@@ -228,7 +228,7 @@ def test_captions_are_indexed_once_and_anew_if_a_file_changes(kind, request, mon
     rows = np.random.default_rng(1).permutation(ROWS)
     before = Embeddings(folder, **settings).texts(rows)
     with monkeypatch.context() as patch:
-        patch.setattr(embeddings, "caption_lines", None)  # no file is read
+        patch.setattr(embeddings, "caption_lines", None)  # reading a file would fail
         assert Embeddings(folder, **settings).texts(rows) == before
     path = Embeddings(folder).captions[2]
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))

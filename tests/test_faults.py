@@ -35,7 +35,7 @@ KILLS = int(os.environ.get("KILLS", 2))
 
 
 def run(*words, expect=0):
-    """Output of train_prior; if it fails, one line and no traceback."""
+    """Run train_prior; returns its output. If it fails, it must print exactly one error."""
     out = helpers.run("train_prior", *words, expect=expect)
     assert out.count("error:") == expect
     return out
@@ -106,7 +106,7 @@ def kill_often(script, words, ranks):
     running = 0
     for _ in range(KILLS):
         process = Forked(script, *words, ranks=ranks)
-        for _ in range(rng.randint(1, 5)):  # wait for so many lines of its output,
+        for _ in range(rng.randint(1, 5)):  # wait for some lines of its output,
             process.out.readline()
         sum(i * i for i in range(rng.randint(0, 1_000_000)))  # and then a little
         running += process.kill()
@@ -120,7 +120,7 @@ def kill_often(script, words, ranks):
 ])
 def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(
         case, ranks, world, tmp_path, monkeypatch):
-    """Promise 1"""
+    """Promise 1: resuming is exact."""
     monkeypatch.chdir(world)
     script, stage, settings = CASES[case]
     if script == "train_audio":  # a chunk for each rank
@@ -142,9 +142,9 @@ def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(
 # Stops
 
 def main():
-    """train_prior, whose rank 1 gets a signal at the n-th call of a function.
+    """Run train_prior, and send rank 1 a signal at the n-th call of a function.
 
-    STOP=FUNCTION:n:SIGNAL
+    The environment has STOP=FUNCTION:n:SIGNAL.
     """
     function, number, kind = os.environ["STOP"].split(":")
     module = dist if function == "sum_gradients" else train_prior
@@ -163,7 +163,7 @@ def main():
 
 @pytest.fixture(scope="module")
 def whole(emb, tmp_path_factory):
-    """The folder of a run on three ranks: sums of three depend on their order."""
+    """The folder of a run on three ranks, because a sum of three depends on its order."""
     folder = tmp_path_factory.mktemp("stops") / "whole"
     Forked("train_prior", *flags(data=emb, run_dir=folder, **SMALL), ranks=3).finish()
     return folder
@@ -172,11 +172,11 @@ def whole(emb, tmp_path_factory):
 @pytest.mark.parametrize("where, number, step", [
     ("sum_gradients:20", signal.SIGUSR1, 10),  # between two log lines; two chunks a step
     ("diffusion_loss:27", signal.SIGINT, 12),  # in the loss of an evaluation
-    ("sample_embeddings:5", signal.SIGHUP, 24),  # in the test
+    ("sample_embeddings:5", signal.SIGHUP, 24),  # in the test at the end
 ])
 def test_a_signal_to_one_rank_stops_all_within_a_step_and_the_run_goes_on_bit_for_bit(
         where, number, step, emb, whole, tmp_path, monkeypatch):
-    """Promises 1 and 2"""
+    """Promises 1 and 2: resuming is exact; a signal saves the run."""
     words = flags(data=emb, run_dir=tmp_path, **SMALL)
     monkeypatch.setenv("STOP", f"{where}:{number.name}")
     out = Forked("test_faults", *words, ranks=3).finish(128 + number)
@@ -189,27 +189,27 @@ def test_a_signal_to_one_rank_stops_all_within_a_step_and_the_run_goes_on_bit_fo
 
 @pytest.mark.parametrize("end, workers", [("terminate", 1), ("kill", 0)])
 def test_ranks_save_when_torchrun_passes_a_signal_on_or_is_killed(end, workers, emb, tmp_path):
-    """Promise 2"""
+    """Promise 2: a signal saves the run."""
     settings = dict(steps=100_000, log_every=2, save_every=0, eval_every=2, eval_samples=8)
     words = flags(data=emb, run_dir=tmp_path, workers=workers, **SMALL | settings)
     torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     process = start("-m", *torchrun, ROOT / "train_prior.py", *words)
     assert "step 2\n" in process.stdout
     getattr(process, end)()
-    out, err = process.communicate(timeout=60)  # until the ranks have closed it, too
+    out, err = process.communicate(timeout=60)  # until the ranks have closed the pipes, too
     assert "DataLoader worker" not in err
     assert "stopped by SIGTERM at step" in out, out + err
     assert 0 <= saved(tmp_path)[0]["step"] - metrics(tmp_path)[-1]["step"] <= 2
 
 
 def test_a_signal_to_a_rank_and_its_workers_saves_and_ends_with_its_status(emb, tmp_path):
-    """Promise 2. As Ctrl-C in a terminal, or a scheduler that signals a whole group."""
+    """Promise 2: Ctrl-C in a terminal, or a scheduler, signals the whole group of processes."""
     settings = dict(steps=100_000, log_every=2, save_every=0, eval_every=2, eval_samples=8)
     words = flags(data=emb, run_dir=tmp_path, workers=2, **SMALL | settings)
-    process = start(ROOT / "train_prior.py", *words)  # it leads a group of its own
+    process = start(ROOT / "train_prior.py", *words)  # it leads a process group
     assert "step 2\n" in process.stdout
     os.killpg(process.pid, signal.SIGTERM)
-    out, err = process.communicate(timeout=60)  # until the workers have closed it, too
+    out, err = process.communicate(timeout=60)  # until the workers have closed the pipes, too
     assert process.returncode == 128 + signal.SIGTERM, err
     assert "Traceback" not in err and "DataLoader" not in err
     assert "stopped by SIGTERM at step" in out
@@ -232,7 +232,7 @@ def roll_rows(emb):
 
 
 def test_a_rank_without_its_data_ends_all_by_one_message(emb, tmp_path):
-    """Promise 6"""
+    """Promise 6: all ranks end together."""
     folders = two_copies(emb, tmp_path)
     shutil.rmtree(folders[1] / "emb/text_emb")
     words = flags(data="emb", run_dir=tmp_path / "run", **SMALL)
@@ -276,7 +276,7 @@ train_prior.main()
 ])
 def test_all_ranks_end_if_the_worker_of_one_dies_or_hangs_or_loses_its_data(
         fault, timeout_minutes, reason, emb, tmp_path):
-    """Promise 6"""
+    """Promise 6: all ranks end together."""
     settings = dict(SMALL, workers=1, timeout_minutes=timeout_minutes)
     words = flags(data="emb", run_dir=tmp_path / "run", **settings)
     port = free_port()
@@ -296,9 +296,9 @@ def test_all_ranks_end_if_the_worker_of_one_dies_or_hangs_or_loses_its_data(
 # Disks and numbers
 
 def go_on(words, finished, folder, but=()):
-    """The same command resumes at step 8, and its result equals that without a fault.
+    """Check that the same command resumes at step 8, and ends as a run without the fault does.
 
-    but: what differs all the same.
+    but: the differences that are expected.
     """
     assert saved(folder)[0]["step"] == 8
     assert "at step 8 of 24" in run(*words)
@@ -307,24 +307,25 @@ def go_on(words, finished, folder, but=()):
 
 def test_a_full_disk_ends_the_run_by_the_files_name_and_the_last_checkpoint_stands(
         emb, finished, tmp_path):
-    """Promise 3"""
+    """Promise 3: nothing saved is lost."""
     words = flags(data=emb, run_dir=tmp_path, **SMALL)
     run(*words, "--steps", 8, "--cosine_steps", 24)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # The limit is half a checkpoint and twice best.pt, so torch reaches it in mid-write.
+    # The limit is half the size of a checkpoint and twice that of best.pt, so torch reaches it in
+    # the middle of writing a checkpoint.
     resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, limits[1]))
     try:
         out = run(*words, expect=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"File too large, writing: '{tmp_path}/checkpoints/step_00000016.pt'" in out
-    # The first end, at step 8, was evaluated, and its lines are kept.
+    # The first command evaluated at its end, step 8, and those lines are kept.
     go_on(words, finished, tmp_path, but=["metrics"])
 
 
 def test_a_loss_that_is_not_finite_is_told_by_its_step_and_the_run_goes_on_from_before(
         emb, finished, tmp_path, monkeypatch):
-    """Promise 4"""
+    """Promise 4: non-finite values are not saved."""
     words = flags(data=emb, run_dir=tmp_path, **SMALL)
     diffusion_loss = train_prior.diffusion_loss
     calls = []
@@ -345,13 +346,13 @@ def test_a_loss_that_is_not_finite_is_told_by_its_step_and_the_run_goes_on_from_
 
 def test_a_damaged_newest_checkpoint_is_told_and_the_run_goes_on_from_one_before(
         emb, finished, tmp_path):
-    """Promise 3"""
+    """Promise 3: nothing saved is lost."""
     folder = shutil.copytree(finished, tmp_path / "run")
     words = flags(data=emb, run_dir=folder, **SMALL)
     paths = [folder / entry["file"] for entry in saved(folder)[:2]]
     os.truncate(paths[0], 9000)
     paths[1].unlink()
-    (folder / "model.pt").unlink()  # else the run is finished
+    (folder / "model.pt").unlink()  # otherwise the run counts as finished
     out = run(*words)
     for path in paths:
         assert f"{path}: damaged or missing, trying the one before it" in out
@@ -372,7 +373,7 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_run_goes_on_from_one_before
 ])
 def test_a_file_of_another_model_is_refused_in_one_line_with_the_names_that_differ(
         name, change, message, emb, finished, tmp_path):
-    """Promises 5 and 8"""
+    """Promises 5 and 8: files are loaded safely; a mistake ends in one line."""
     state = checkpoint.load(finished / (name or saved(finished)[0]["file"]))
     change(state)
     odd = tmp_path / "model.pt"
@@ -384,7 +385,7 @@ def test_a_file_of_another_model_is_refused_in_one_line_with_the_names_that_diff
 
 
 def test_a_shard_cut_off_while_it_is_read_is_one_line(tmp_path):
-    """Promise 8. A file that stays open would be a crash here, and too many an error."""
+    """Promise 8: the file is opened again. A map kept from before would crash the process."""
     path = tmp_path / "a.npy"
     np.save(path, np.ones((100, 64), np.float32))
     embeddings.open_npy(path)
@@ -414,7 +415,7 @@ train_prior.main()
 
 
 def check_traceback(err):
-    """The traceback names the line, and no file or user is blamed."""
+    """The traceback must name the line, and blame neither a file nor the user."""
     assert "return name_of_no_variable" in err, err
     assert "NameError: name" in err, err
     assert "damaged" not in err and "fork.py: error:" not in err, err

@@ -1,4 +1,4 @@
-"""Files below a folder, texts, captions, digests."""
+"""Finding files below a folder; reading texts and captions; digests of files."""
 import pytest
 from helpers import write_files
 

@@ -26,7 +26,7 @@ def columns(number):
 
 
 def open_index(folder, made=None, identity="a"):
-    """The index of all sources; `made` gets the numbers of those that are made now."""
+    """Open the index of all sources. `made` gets the numbers of the sources indexed now."""
     def make(number):
         if made is not None:
             made.append(number)
@@ -36,7 +36,7 @@ def open_index(folder, made=None, identity="a"):
 
 
 def content(index):
-    """{column: its values}, the texts as a list."""
+    """The index as {column: its values}, with the texts as a list."""
     size = len(index["texts.ends"])
     found = {name: index[name].tolist() for name in ("names", "rows")}
     return found | {"texts": index.texts("texts", range(size))}
@@ -108,7 +108,7 @@ def test_a_source_that_cannot_be_read_ends_all_ranks_with_its_message(on_ranks, 
 
 
 def open_and_die(folder, moment):
-    """Open the index in `folder`, and be killed at the call of fsync that has the number."""
+    """Open the index in `folder`, and kill this process at the call of fsync number `moment`."""
     calls = []
     fsync = os.fsync
 
@@ -131,7 +131,7 @@ def test_after_a_kill_at_any_moment_only_the_source_that_it_was_at_is_made_again
         finished = len(list(folder.rglob("*.npz")))
         made = []
         assert content(open_index(folder, made)) == expected()
-        if not process.exitcode:  # there are not as many moments
+        if not process.exitcode:  # no more calls: it was not killed
             break
         assert process.exitcode == -signal.SIGKILL
         assert made == list(range(finished, COUNT))

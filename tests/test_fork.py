@@ -1,7 +1,7 @@
 """A fork with its own embeddings, transformer, loss and optimizer.
 
-It is one script and common/ without common/interop, arrays without captions, and the README's
-recipes. It trains on two processes, is killed, resumes on four, and samples.
+The fork is one script and common/ without common/interop, changed by the README's recipes. Its data
+are arrays without captions. It trains on two processes, is killed, resumes on four, and samples.
 """
 import re
 import shutil
@@ -30,7 +30,7 @@ CHANGES = {
 
 
 def edit(path, changes):
-    """Replace what each pattern of `changes` finds; each must match."""
+    """Replace all matches of each pattern in `changes`. Each pattern must match."""
     text = path.read_text()
     for pattern, new in changes.items():
         text, count = re.subn(pattern, lambda match, new=new: new, text, flags=re.DOTALL)
@@ -39,14 +39,14 @@ def edit(path, changes):
 
 
 def launch(fork, *words, ranks=1):
-    """Processes of the fork's script, one per rank."""
+    """Start the fork's script in one process per rank."""
     port = free_port()
     words = (fork / "train_prior.py", *words, "--run_dir", fork / "run")
     return [start(*words, **environment(rank, ranks, port)) for rank in range(ranks)]
 
 
 def finish(processes):
-    """The output of rank 0 of processes that must succeed."""
+    """Wait for processes that must succeed; returns the output of rank 0."""
     outputs = ["".join(process.communicate()) for process in processes]
     assert not any(process.returncode for process in processes), outputs
     return outputs[0]
@@ -75,7 +75,7 @@ def test_a_fork_trains_on_2_ranks_is_killed_goes_on_with_4_and_samples(fork):
     for process in processes:
         process.kill()
         process.communicate()
-    # A setting may get another name meanwhile.
+    # A fork may rename a setting between two starts.
     renamed = {r"\bdropout:": "drop_rate:", r"\bcfg\.dropout\b": "cfg.drop_rate"}
     edit(fork / "train_prior.py", renamed)
     out = finish(launch(fork, *words, ranks=4))

@@ -27,7 +27,7 @@ def picture(number):
 
 
 def ramp(height, width):
-    """An image whose pixels say where they are."""
+    """An image whose pixels encode their positions."""
     y, x = np.mgrid[:height, :width]
     return np.stack([y, x, np.full_like(y, 7)], -1).astype(np.uint8)
 
@@ -108,7 +108,7 @@ def decoded(pixels, dtype=np.uint8, **settings):
 
 @pytest.mark.parametrize("kind", ["zTXt", "iTXt", "iCCP"])
 def test_a_png_with_a_long_text_or_profile_is_read(kind):
-    """As image tools store their workflows."""
+    """Image tools store their workflows in such texts."""
     PngImagePlugin = pytest.importorskip("PIL.PngImagePlugin")
     info = PngImagePlugin.PngInfo()
     text = "workflow " * 200_000
@@ -171,7 +171,7 @@ def test_tars_may_be_a_range_or_a_folder(pattern, tmp_path):
 
 
 def test_a_link_in_a_tar_is_the_file_that_it_names_and_others_are_counted(tmp_path, capsys):
-    """Like GNU tar and Python, store files with two names, and links in any order."""
+    """GNU tar and Python store a file's second name as a link. Links come in any order."""
     write_files(tmp_path / "set", {"b.png": b"picture b", "b.txt": b"text", "x/y.txt": b"deep"})
     for name, target in {"a.png": "b.png", "c.png": "./b.png", "d.png": "x/../b.png",
                          "x/e.png": "../b.png", "x/e.txt": "y.txt", "f.png": "/etc/passwd",
@@ -263,7 +263,7 @@ def test_a_tar_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch)
         images.CaptionedImages(tmp_path)
 
 
-@pytest.mark.parametrize("size", [4000, 5120])  # in a file, and between two
+@pytest.mark.parametrize("size", [4000, 5120])  # within a file, and between two files
 @pytest.mark.parametrize("rest", [b"", b"?" * 5120])
 def test_a_damaged_tar_is_refused_by_name(size, rest, tmp_path):
     path = tmp_path / "00000.tar"
@@ -291,7 +291,7 @@ def opened(path, index_dir=None, **settings):
 
 
 def write_any(write, path):
-    """Images that use all of an index: accents and counts."""
+    """Write images that use all of an index: accents and counts."""
     files = {"u\u0308.png": b"1", "u\u0308.txt": b"text", "o.png": b"2", "o.gif": b"3"}
     write(path, members(range(5)) | files)
 
@@ -305,7 +305,7 @@ def test_a_second_start_reads_the_index_alone_and_finds_and_notes_the_same(
     assert "skipped 1 gif, 1 without a caption" in note
     assert opened(tmp_path / name, tmp_path / "index") == fresh
     capsys.readouterr()
-    monkeypatch.setattr(images, "group", None)  # nothing is listed
+    monkeypatch.setattr(images, "group", None)  # listing the files would fail
     monkeypatch.setattr(order, "hash_keys", None)
     assert opened(tmp_path / name, tmp_path / "index") == fresh
     assert capsys.readouterr().err == note
@@ -365,7 +365,7 @@ def code(number):
 
 
 def write_pictures(path, arrangement="beside"):
-    """Tars 00003 and 00012, or loose images, with embeddings inside, beside, or without."""
+    """Write tars 00003 and 00012, or loose images, with embeddings inside, beside them, or none."""
     path.mkdir(exist_ok=True)
     for shard, count in SHARDS.items():
         files = {}
@@ -380,7 +380,7 @@ def write_pictures(path, arrangement="beside"):
             write_files(path / f"part{shard}", files)
         else:
             write_tar(path / f"{shard:05d}.tar", files)
-        if arrangement == "beside":  # of a row too many
+        if arrangement == "beside":  # with one row too many
             table = [code(shard * 10_000 + i) for i in range(count + 1)]
             (path / f"img_emb_{shard:03d}.npy").write_bytes(npy(table))
 
@@ -398,7 +398,7 @@ def test_each_picture_comes_with_its_embedding_and_caption_wherever_they_lie(
     numbers = [int(caption.split()[1]) for caption in batch["caption"]]
     assert sorted(numbers) == [*range(30_000, 30_006), *range(120_000, 120_005)]
     for number, image in zip(numbers, batch["image"]):
-        left = (number % 3) // 2  # of the central square
+        left = (number % 3) // 2  # left edge of the central square
         assert_array_equal(image, picture(number)[:, left:left + 8])
     if arrangement in ("loose", "none"):
         assert dataset.width is None
@@ -443,7 +443,7 @@ def test_an_embedding_inside_that_is_not_like_the_others_is_named(number, conten
     _, usable = dataset.fetch(np.arange(3))
     assert np.flatnonzero(~usable).tolist() == [number]
     assert f"/00003.tar: {key}.npy: no usable embedding (" in dataset.fault(number)
-    (tmp_path / "00003.tar").unlink()  # as a disk that is gone
+    (tmp_path / "00003.tar").unlink()  # as if the disk were gone
     assert f"/00003.tar: {key}.png: cannot be read (FileNotFoundError" in dataset.fault(number)
 
 
@@ -463,7 +463,7 @@ def test_a_square_is_resized_by_its_mode_and_for_clip_by_bicubic(tmp_path):
 
 @pytest.mark.parametrize("numbers, size, top, left", [
     ((0, 0, 1), 20, 0, 40),
-    ((0.5, 0.5, 0.5), 32, 4, 14),  # half way between a quarter of the area and all of it
+    ((0.5, 0.5, 0.5), 32, 4, 14),  # halfway between a quarter of the area and all of it
     ((1, 1, 1), 40, 0, 20),
 ])
 def test_random_numbers_choose_area_and_place_of_a_square_and_whether_it_is_mirrored(
@@ -511,7 +511,7 @@ def test_one_bad_picture_is_skipped_and_named_and_mostly_bad_ones_are_refused(
     dataset = images.Pictures(tmp_path, 8)
     fault = dataset.fault(1)
     assert re.search(rf"0\.tar: 000000001\..*{reason}", fault)
-    assert dataset.check() == (1, 4, [fault])  # no address in memory: it is named once
+    assert dataset.check() == (1, 4, [fault])  # equal at each read, so it is named once
 
     write_tar(tmp_path / "0.tar", members([1]) | {name: content})
     with pytest.raises(UserError, match=rf"1 of 1 samples cannot be used: .*{reason}"):

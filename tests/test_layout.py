@@ -41,7 +41,7 @@ def arrows(source, *targets):
 
 
 def test_no_file_is_in_a_circle_with_another():
-    graphlib.TopologicalSorter(ARROWS).prepare()  # CycleError names them
+    graphlib.TopologicalSorter(ARROWS).prepare()  # a CycleError names the files
     assert "common.config" in ARROWS["common.dist"]
 
 

@@ -1,4 +1,4 @@
-"""Batches: the same samples on any ranks and workers; unusable samples; the end of workers."""
+"""Batches: the same samples for any number of ranks and workers; unusable samples; worker exits."""
 import itertools
 import os
 import re
@@ -19,7 +19,7 @@ DAMAGED = (3, 25, 74)
 
 
 def read_steps(world_size, first_step, steps, workers=0):
-    """(rows, words) of each step, put together from all ranks, and the names of the unusable."""
+    """Read steps on all ranks: ((rows, random words) by step, names of unusable samples)."""
     chunks = loader.ChunkDataset(Words(75, DAMAGED), np.arange(75), seed=4)
     values = np.zeros((2, steps, 10), int)
     unusable = set()
@@ -40,7 +40,7 @@ def slow_order(position):
     """The row at a position: the shuffled row, or the next usable one."""
     row = order.shuffle(np.array([position]), 75, seed=4)[0]
     while row in DAMAGED:
-        row = (row + 1) % 75  # after the last comes the first
+        row = (row + 1) % 75  # the first row follows the last
     return row
 
 
@@ -49,7 +49,7 @@ def test_samples_come_in_one_order_on_any_number_of_ranks_and_workers_and_from_a
     assert unusable == {"row 3", "row 25", "row 74"}
     assert values[0].ravel().tolist() == [slow_order(position) for position in range(200)]
     assert len(np.unique(values[0])) == 72
-    assert len(np.unique(values[1])) == 200  # another word each time that a row comes
+    assert len(np.unique(values[1])) == 200  # a repeated row has another word
     for world_size, first, workers in ((1, 13, 2), (2, 6, 0), (3, 0, 0)):
         again, _ = read_steps(world_size, first, 7, workers)
         assert_array_equal(again, values[:, first:first + 7])
@@ -78,7 +78,7 @@ def test_two_ranks_take_the_batches_in_turns(on_ranks):
 
 
 def batch_of_everything(workers):
-    """The UserError of 8 of 80 samples, none of which is usable."""
+    """The UserError from reading 8 of 80 samples, none of which is usable."""
     chunks = loader.ChunkDataset(Words(80, tuple(range(80))), np.arange(80), 0)
     with pytest.raises(UserError) as caught:
         next(loader.read_ahead(chunks, [(0, 8)], workers))
@@ -89,7 +89,7 @@ def batch_of_everything(workers):
 def test_data_with_nothing_usable_are_refused_after_about_100_samples(workers):
     message = r"104 unusable samples: row \d+, …; fix or remove them"
     assert re.fullmatch(message, batch_of_everything(workers))
-    loader.kill_workers()  # as when a rank ends; pytest keeps the error, and so the loader
+    loader.kill_workers()  # pytest keeps the error, and with it the loader
 
 
 class Gone:
@@ -174,7 +174,7 @@ class Handlers(torch.utils.data.Dataset):
 
 
 def test_signals_are_left_to_the_rank_by_its_workers():
-    """Promise 2"""
+    """Promise 2: a signal saves the run."""
     handlers = next(loader.read_ahead(Handlers(), [(0, 1)], workers=1))
     assert set(handlers) == {signal.SIG_IGN}
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -221,7 +221,7 @@ config.run({"train": (train, config.Settings)}, "", default="train")
 ])
 def test_a_process_ends_with_its_workers_in_a_traceback_or_in_one_line_for_a_user_error(
         fault, message):
-    """Promises 6 and 8"""
+    """Promises 6 and 8: all ranks end together; a mistake ends in one line."""
     status, _, err = script(WORKERS, fault)
     assert status == 1
     assert re.match(message, err), err
@@ -246,7 +246,7 @@ def mean_of(chunk_size, most=0):
 
 
 def test_a_mean_loss_is_the_same_in_chunks_of_any_size_and_on_any_ranks(on_ranks):
-    """Promise 9"""
+    """Promise 9: results repeat."""
     assert mean_of(7) == mean_of(7)  # also the noise
     assert mean_of(7)[0] == mean_of(20)[0] == 9.5
     assert mean_of(7, 2)[0] == 9.5  # of the first and the last

@@ -1,4 +1,4 @@
-"""Helpers of the loops: log lines, intervals, ends of runs, evaluation."""
+"""Helpers of the training loops: log lines, intervals, ends of runs, evaluation."""
 import concurrent.futures
 import dataclasses
 import itertools
@@ -65,7 +65,7 @@ def add(progress, loss, norm=2.0, unusable=()):
 # Lines
 
 def two_lines(losses, unusable):
-    """(lines, what was printed, what the bar says) of two steps, and of one, on this rank."""
+    """Log a line after two steps, and one after a third: (lines, printed text, text of the bar)."""
     progress = progress_of(3)
     for loss, names in zip(losses[dist.rank()], unusable[dist.rank()]):
         add(progress, loss, unusable=names)
@@ -78,7 +78,7 @@ def two_lines(losses, unusable):
 
 def test_a_line_is_of_the_steps_since_the_last_over_all_ranks_and_names_unusable_samples_once(
         on_ranks):
-    """Promise 7"""
+    """Promise 7: a bad sample costs a sample."""
     losses = [(10, 6), (14, 10)]
     unusable = [(["b"], ["a"]), (["b"], [])]
     for (first, second), printed, bar in on_ranks(2, two_lines, losses, unusable):
@@ -100,7 +100,7 @@ def test_a_line_is_of_the_steps_since_the_last_over_all_ranks_and_names_unusable
 @pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (1.0, math.inf)])
 def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_by_its_step_and_is_not_saved(
         loss, norm):
-    """Promise 4"""
+    """Promise 4: non-finite values are not saved."""
     progress = progress_of(7)
     add(progress, 1)
     add(progress, loss, norm)
@@ -140,7 +140,7 @@ def end_of_a_full_disk(what):
 
 @pytest.mark.parametrize("what", ["checkpoint", "best"])
 def test_a_full_disk_of_rank_0_ends_all_ranks_by_its_message_alone(what, on_ranks):
-    """Promise 6"""
+    """Promise 6: all ranks end together."""
     first, second = on_ranks(2, end_of_a_full_disk, what)
     assert first == "[Errno 28] No space left on device, writing: 'x.pt'"
     assert second == "1"  # an exit status, without a message
@@ -199,7 +199,7 @@ def counts_by_minutes():
 
 
 def test_by_minutes_the_clock_of_rank_0_decides_for_all(on_ranks):
-    """Promise 6"""
+    """Promise 6: all ranks end together."""
     assert on_ranks(2, counts_by_minutes) == [[True, False]] * 2
 
 
@@ -345,7 +345,7 @@ def test_a_run_writes_its_lines_config_models_and_results_and_is_announced_again
 
 
 def test_copies_that_fail_are_tried_again_at_the_end_and_by_the_same_command(tmp_path, capsys):
-    """A file blocks their folder: first for two attempts at the end, then for all."""
+    """A file is in the place of the copies' folder until the third command."""
     wall = tmp_path / "wall"
     wall.write_text("")
     save = (f"local save_latest_to={wall}/{{step}}.pt save_best_to={wall}/{{step}}_best.pt",)
@@ -377,7 +377,7 @@ def test_a_copy_that_fails_for_a_while_at_the_end_is_sent(tmp_path, monkeypatch,
     assert checkpoint.load(copy)["step"] == 6
     copy.unlink()
     copy.mkdir()
-    pauses[:] = range(100)  # the folder stays
+    pauses[:] = range(100)  # more than six, so that the folder stays
     train(tmp_path / "run", save=(f"local save_latest_to={copy}",), timeout_minutes=3)
     assert pauses[100:] == [1, 2, 4, 8, 16, 32, 64]  # less than three minutes
 
@@ -393,7 +393,7 @@ def test_a_thread_may_train_and_the_handlers_of_signals_stay(tmp_path):
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
 def test_a_signal_saves_the_step_ends_with_its_status_and_the_run_goes_on_bit_for_bit(
         step, tmp_path, capsys):
-    """Promises 1 and 2"""
+    """Promises 1 and 2: resuming is exact; a signal saves the run."""
     whole = tmp_path / "whole"
     stopped = tmp_path / "stopped"
     train(whole)
@@ -412,7 +412,7 @@ def test_a_signal_saves_the_step_ends_with_its_status_and_the_run_goes_on_bit_fo
 
 
 def test_a_signal_before_the_first_step_is_heard_and_saved(tmp_path, monkeypatch):
-    """Promise 2"""
+    """Promise 2: a signal saves the run."""
     add_up = loop.Progress.__init__
 
     def sent(progress, *parts):
@@ -430,7 +430,7 @@ def test_a_signal_before_the_first_step_is_heard_and_saved(tmp_path, monkeypatch
 
 
 def test_a_signal_at_the_very_end_leaves_a_finished_run_and_no_next_stage(tmp_path, monkeypatch):
-    """Promise 2"""
+    """Promise 2: a signal saves the run."""
     write_model = resume.RunFolder.write_model
 
     def sent(run, state, file, **entries):
@@ -448,7 +448,7 @@ def test_a_signal_at_the_very_end_leaves_a_finished_run_and_no_next_stage(tmp_pa
 
 def test_a_validation_loss_that_is_not_finite_is_logged_ends_the_run_and_drops_its_step(
         tmp_path):
-    """Promise 4"""
+    """Promise 4: non-finite values are not saved."""
     def spoil(progress):
         for average in progress.state.ema.averages.values():
             average.fill_(math.nan)
@@ -475,7 +475,7 @@ def test_too_little_memory_has_a_hint_and_any_other_error_its_own_words(tmp_path
     with pytest.raises(NameError, match="progres"):
         train(tmp_path / "b", 1, misspell)
     assert "out of memory" not in capsys.readouterr().out
-    assert not saved(tmp_path / "b")  # what an error left is not saved
+    assert not saved(tmp_path / "b")  # nothing is saved after an error
 
 
 def test_a_run_that_was_loaded_with_all_its_steps_is_tested_and_has_its_own_files(tmp_path):
@@ -535,7 +535,7 @@ def evaluate(training=True, **settings):
 
 
 def slow_loss():
-    """By hand: chunks 0 to 3 of the 15 samples, each with its seed, without dropout."""
+    """The loss by a plain loop: chunks 0 to 3 of 15 samples, each with its seed, no dropout."""
     model = Noisy().eval()
     vectors = Samples().vectors[order.some_of(np.arange(3, 40), 15)]
     total = 0.0
@@ -555,7 +555,7 @@ def test_the_mean_loss_is_that_of_a_slow_loop_in_any_mode_and_has_no_graph():
 
 
 def test_the_mean_loss_is_the_same_on_any_number_of_ranks(on_ranks):
-    """Promise 9"""
+    """Promise 9: results repeat."""
     first, second = on_ranks(2, evaluate)
     assert first == second == pytest.approx(evaluate(), rel=1e-12)
 

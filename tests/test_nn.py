@@ -20,7 +20,7 @@ def close(ours, theirs):
 
 
 def make(depth=3, **options):
-    """A transformer with random weights in float64, because new blocks are the identity."""
+    """A float64 transformer with random weights, because new blocks are the identity."""
     torch.manual_seed(0)
     model = nn.Transformer(WIDTH, depth, HEADS, **options)
     for parameter in model.parameters():
@@ -42,7 +42,7 @@ def test_tokens_after_a_cached_prefix_and_the_last_alone_come_out_as_in_one_run(
     x = tokens(11)
     mask = torch.ones(11, 11).tril().bool()
     whole, whole_cache = model(x, return_cache=True)
-    assert not torch.allclose(whole, F.layer_norm(x, (WIDTH,)), atol=0.1)  # blocks do something
+    assert not torch.allclose(whole, F.layer_norm(x, (WIDTH,)), atol=0.1)  # blocks have an effect
     for split in (1, 6, 10):
         prefix, cache = model(x[:, :split], return_cache=True)
         suffix, new_cache = model(x[:, split:], mask[split:], cache, return_cache=True)
@@ -57,7 +57,7 @@ def test_tokens_after_a_cached_prefix_and_the_last_alone_come_out_as_in_one_run(
 
 
 def slow_attention(layer, x, mask, rotary):
-    """The same, with loops over batch, heads and queries."""
+    """Attention of `layer`, with loops over batch, heads and queries."""
     d = WIDTH // HEADS
     queries = layer.query(x).unflatten(-1, (HEADS, d))
     keys, values = layer.key_value(x).unflatten(-1, (2, HEADS, d)).unbind(2)
@@ -75,7 +75,7 @@ def slow_attention(layer, x, mask, rotary):
 
 
 def turned(x):
-    """x (N, d), the pair (i, i + d/2) at position n turned by n · 10000^(-2i/d), as complex."""
+    """x (N, d), with pairs (i, i + d/2) at position n rotated by n · 10000^(-2i/d), as complex."""
     half = x.shape[1] // 2
     frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.arange(len(x))[:, None] * frequencies
@@ -129,7 +129,7 @@ def test_a_new_block_is_the_identity():
 
 
 def gradients_and_memory(**options):
-    """The gradients of a pass, and how many numbers it keeps for the backward pass."""
+    """(gradients of a pass, number of elements that it keeps for the backward pass)."""
     model = make(depth=2, **options).train()
     sizes = []
 
@@ -160,7 +160,7 @@ def test_an_embedding_of_timesteps_has_their_cosines_and_sines_at_geometric_freq
 # No text
 
 def text_condition(size):
-    """Of `size` texts: embeddings 6 wide, encodings 3 wide of 4 tokens, which of these are real."""
+    """The condition of `size` texts: embeddings (B, 6), encodings (B, 4, 3), mask (B, 4)."""
     return {
         "text_embed": torch.randn(size, 6),
         "text_enc": torch.randn(size, 4, 3),
@@ -178,7 +178,7 @@ def test_no_text_replaces_dropped_samples_and_changes_nothing_else():
     assert replaced.keys() == condition.keys()
     assert replaced["image_embed"] is condition["image_embed"]
     for name, value in empty.items():
-        assert torch.equal(condition[name], texts[name])  # the caller's
+        assert torch.equal(condition[name], texts[name])  # the caller's dict is unchanged
         expected = torch.stack([value[0], texts[name][1], value[0]])
         assert torch.equal(replaced[name], expected), name
 
@@ -204,7 +204,7 @@ def test_a_norm_gives_the_type_of_its_input_and_within_its_rounding_what_torchs_
     with torch.autocast("cpu", torch.bfloat16):
         outputs = norm(x.bfloat16())
         expected = theirs(x.bfloat16())
-        assert torch.equal(norm(x), theirs(x))  # fp32 stays so
+        assert torch.equal(norm(x), theirs(x))  # fp32 stays fp32
     assert outputs.dtype == torch.bfloat16
     assert_close(outputs.float(), expected.float(), rtol=2**-7, atol=0.03)
 
@@ -257,7 +257,7 @@ def test_a_token_sees_all_others_unless_the_model_is_causal():
         moved = difference.abs().amax((0, 2)) > 1e-6
         assert moved.tolist() == [not causal] * 3 + [True] * 2
     close(make()(x), make(causal=True)(x))
-    layer = nn.Attention(8, 2)  # sees all
+    layer = nn.Attention(8, 2)  # not causal
     x = torch.randn(1, 3, 8)
     keys_values = layer.keys_values(x)
     last = layer(x[:, -1:], *keys_values)
@@ -383,5 +383,5 @@ def test_no_text_without_encodings_replaces_the_embedding_alone():
     assert list(null.state_dict()) == list(replaced) == ["text_embed"]
     expected = condition["text_embed"] * torch.tensor([[1.0], [0.0], [1.0]])
     assert torch.equal(replaced["text_embed"], expected)
-    null.fill(text_condition(1))  # with encodings, which it has no place for
+    null.fill(text_condition(1))  # ignores the encodings
     assert null.text_embed.any() and len(null.state_dict()) == 1

@@ -41,7 +41,7 @@ def test_only_matrices_and_kernels_decay_and_frozen_and_tied_parameters_are_not_
     names = {parameter: name for name, parameter in model.named_parameters()}
     matrices, decayed, undecayed = optim.groups(model)
     assert [names[p] for p in matrices] == ["convolution.weight", "linear.weight"]
-    # Not in a layer, so it is no matrix (out, in), and not for Muon.
+    # `heads` is not in a layer, so it is not a matrix (out, in), and Muon does not train it.
     assert [names[p] for p in decayed] == ["heads"]
     assert sorted(names[p] for p in undecayed) == [
         "convolution.bias", "embedding.weight", "linear.bias", "norm.bias", "norm.weight",
@@ -76,7 +76,7 @@ def test_no_optimizer_is_empty_and_one_with_an_empty_group_steps(model, name):
 # Resuming
 
 class Adaptive(torch.optim.Optimizer):
-    """Finds its own learning rate, and stores it in its groups, like Prodigy."""
+    """Adapts its learning rate, and stores it in its groups, as Prodigy does."""
 
     def __init__(self, params):
         super().__init__(params, dict(lr=0.1, rate=1.0))

@@ -24,7 +24,7 @@ def test_a_permutation_has_every_number_once_in_any_order_of_reading(n):
 
 
 def chi_square(values):
-    """Of numbers below 10."""
+    """The chi-squared statistic of numbers below 10, for a uniform distribution."""
     counts = np.bincount(values, minlength=10)
     expected = len(values) / 10
     squares = (counts - expected) ** 2
@@ -155,7 +155,7 @@ def test_the_hash_of_a_key_and_the_seed_alone_split_in_the_fractions_given(name,
     keys = [f"speaker {i}" for i in range(20_000)]
     first = order.split_keys(keys, name, 0.1, 0.05, seed=0)
     second = order.split_keys(keys, name, 0.1, 0.05, seed=1)
-    both = np.intersect1d(first, second)  # by chance
+    both = np.intersect1d(first, second)  # overlap by chance
     assert len(first) == pytest.approx(2e4 * fraction, abs=200)
     assert len(both) == pytest.approx(2e4 * fraction**2, abs=200)
     half = order.split_keys(keys[10_000:], name, 0.1, 0.05)
@@ -197,7 +197,7 @@ def test_of_few_keys_those_with_the_smallest_hashes_are_held_out():
 # Splits of a dataset
 
 def make_splits(val_dataset=None, **settings):
-    """{split: (number of rows in its dataset, rows)} of 400 rows"""
+    """{split: (number of rows in its dataset, rows)} of 400 rows."""
     values = {"data": "a", "validation": 0.2, "test": 0.1, "split_seed": 3, "batch_size": 280}
     cfg = SimpleNamespace(**values | settings)
     found = {}

@@ -69,7 +69,7 @@ def test_the_nearest_codes_are_found_in_full_precision():
         codes = nearest_codes(x, codebook)
     distances = (x[:, None] - codebook).square().sum(-1)
     found = distances.gather(1, codes[:, None])[:, 0]
-    assert (found - distances.amin(1)).max() < 0.02  # of numbers with an error of 0.002
+    assert (found - distances.amin(1)).max() < 0.02  # distances have rounding errors of 0.002
 
 
 def test_each_quantizer_codes_what_those_before_it_leave_over():
@@ -100,7 +100,7 @@ def test_training_uses_the_first_n_quantizers_and_the_loss_is_the_mean_of_the_sa
     quantized, codes, loss = quantizer(z)
     assert torch.equal(codes, quantizer.encode(z))
     left = residuals(quantizer, z)[1:]
-    # The number of quantizers of each sample, (B,).
+    # The number of quantizers that each sample uses, (B,).
     n = (left - (z - quantized)).abs().amax((2, 3)).argmin(0) + 1
     samples = torch.arange(400)
     assert_close(left[n - 1, samples], z - quantized)
@@ -113,7 +113,7 @@ def test_training_uses_the_first_n_quantizers_and_the_loss_is_the_mean_of_the_sa
 
 
 def test_codebooks_are_moving_averages_over_all_chunks_and_unused_quantizers_stay(no_dropout):
-    quantizer = make(decay=0.9, dead_below=0.0, per_step=0.4)  # so few that smoothing matters
+    quantizer = make(decay=0.9, dead_below=0.0, per_step=0.4)  # so small that smoothing matters
     assert_close(quantizer.ema_count.sum(-1), torch.full((3,), 0.4))
     z = latents(8, 1)
     quantizer.ema_count[:, 0] = 0  # dead, but not replaced
@@ -161,7 +161,7 @@ def train(world_size):
     """The state after three steps on eight samples in three chunks, distributed over the ranks."""
     quantizer = make(ready=False)
     rank = dist.rank()
-    z = latents(20 - 19 * rank, seed=rank)  # of which rank 0's count
+    z = latents(20 - 19 * rank, seed=rank)  # only rank 0's are used
     quantizer.initialize(z.flatten(0, 1), seed=rank, per_step=400)
     for step in range(3):
         chunks = latents(seed=step).split(3)
@@ -258,7 +258,7 @@ def test_centers_without_vectors_stay_where_they_began():
 
 
 def test_kmeans_ends_where_every_center_is_the_mean_of_its_vectors():
-    for seed in range(25):  # in some of them a center loses all vectors but one
+    for seed in range(25):  # for some seeds, a center loses all vectors but one
         x = latents(30, 1, width=2, seed=seed).flatten(0, 1)
         generator = torch.Generator().manual_seed(seed)
         centers, counts = kmeans(x, 12, generator, rounds=30)

@@ -1,7 +1,7 @@
 """Run the commands and recipes of the README and the guides, in their order.
 
 Small settings are appended to each command. A torchrun command runs on as many processes as it
-names. Nothing uses the network: pip is not run, and a small CLIP replaces that of the presets.
+names. Nothing uses the network: pip is not run, and a small CLIP replaces the presets' CLIPs.
 """
 import dataclasses
 import importlib.util
@@ -21,7 +21,7 @@ import train_audio
 import train_decoder
 from common.data import embed, embeddings, media
 
-# (command, "") or ("", recipe) of all of them but the changes to a fork, which test_fork.py runs
+# (command, "") or ("", recipe) for each. Recipes for a fork are left out; test_fork.py runs them.
 ITEMS = re.findall(
     r"^    (?:pip .* && )?((?:python|torchrun) (?!-m pytest)[^\n]*)|^```python\n(.*?)^```",
     re.sub(r"\n## Recipes for a fork\n.*?\n# ", "\n# ", README, flags=re.DOTALL),
@@ -32,7 +32,7 @@ TRAIN = dict(SHORT, steps=4, batch_size=8, eval_samples=8)
 TRANSFORMER = dict(width=16, depth=1, heads=1)
 UNET = dict(TRAIN, width=8, eval_steps=1)
 TOKENS = dict(TRAIN, **TRANSFORMER)
-# Settings of each stage: a preset, and a part of those in the README.
+# Small settings of each stage. They form the preset "small", and shrink presets in the README.
 STAGES = {
     train_decoder: {
         "all": {},
@@ -53,7 +53,7 @@ STAGES = {
         "fine": TOKENS,
     },
 }
-# Settings for the commands that match a pattern.
+# {pattern: settings for the commands that match it}.
 SMALL = {
     "train_|data.embed": dict(device="cpu"),
     "(prior|decoder).py (sample|evaluate)": dict(steps=2),
@@ -88,7 +88,7 @@ def with_small_data(patch):
         return train(dataclasses.replace(cfg, steps=4, batch_size=16), device)
 
     def builtin_data(*arguments, make=embed.builtin_data):
-        with pytest.MonkeyPatch.context() as within:  # `embed train` takes the steps that it says
+        with pytest.MonkeyPatch.context() as within:  # `embed train` is not shortened
             within.setattr(embed, "train", train_shortly)
             return make(*arguments)
 
@@ -104,7 +104,7 @@ def with_small_data(patch):
 
 
 def main():
-    """Run the script that the environment names, on small data, in a forked rank."""
+    """Run the script named by README_SCRIPT, on small data, in a forked rank."""
     with pytest.MonkeyPatch.context() as patch:
         with_small_data(patch)
         importlib.import_module(os.environ["README_SCRIPT"]).main()
@@ -112,7 +112,7 @@ def main():
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """(a user's folder with files of each kind, the names that recipes use)."""
+    """(a user's folder with files of each kind, {name: value} of variables in recipes)."""
     folder = tmp_path_factory.mktemp("home")
     pictures, records = helpers.write_captioned(folder / "images", 60)
     (folder / "tars").mkdir()
@@ -132,7 +132,7 @@ def home(tmp_path_factory):
     rows = np.random.default_rng(0).normal(size=(60, 64))
     embeddings.write_shards(folder / "emb", rows, rows, records)
     embeddings.write_shards(folder / "mine", 3 * rows, 3 * rows, records)  # not of unit length
-    shutil.rmtree(folder / "mine/text_emb")  # they are not the CLIP's
+    shutil.rmtree(folder / "mine/text_emb")  # these are not the CLIP's
     (folder / "mine/clip.json").write_text(json.dumps({"clip": str(folder / "runs/clip")}))
     captions = [record["caption"] for record in records]
     names = dict(image_embeddings=rows, text_embeddings=rows, captions=captions)
@@ -151,7 +151,7 @@ def test_each_command_and_recipe_works_in_their_order(command, recipe, home, mon
     if re.search("k22|karlo", command):
         pytest.importorskip("diffusers")  # which makes the published models
     command = re.sub(r"open_clip:\S+", "runs/clip", command)
-    command = command.replace('"seven"', '"a i"')  # the recordings say vowels
+    command = command.replace('"seven"', '"a i"')  # the recordings contain only vowels
     launcher, *words = shlex.split(command, comments=True)
     small = {}
     for pattern, settings in SMALL.items():

@@ -65,7 +65,7 @@ def test_other_formats_are_read_by_soundfile_also_in_part(
     assert about == [16000, whole.shape[1]]
     assert_allclose(whole[:, :199_500], wave[:, :-500], atol=near)
 
-    for start in range(0, 190_000, 40_000):  # only mp3 and ogg are wrong after a seek
+    for start in range(0, 190_000, 40_000):  # only mp3 and ogg are inexact after a seek
         found, _, _ = recordings.read(path, start, start + 500)
         assert_allclose(found, whole[:, start:start + 500], atol=1e-5)
 
@@ -311,7 +311,7 @@ def test_a_fingerprint_changes_with_the_data_and_the_rate_alone(tmp_path):
 
 
 def as_loud(waves):
-    """Bring waves (..., T) to the loudness of recordings."""
+    """Normalize waves (..., T) to the loudness that datasets of recordings have."""
     waves = waves - waves.mean(-1, keepdim=True)
     return waves * 0.1 / waves.square().mean(-1, keepdim=True).sqrt()
 
@@ -328,7 +328,7 @@ def test_crops_are_slices_of_the_whole_and_little_more_is_decoded(rate, path):
         return Recordings.read(dataset, index, start, stop)
 
     dataset.read = read
-    dataset.level(0, 100_000, 16000)  # is measured once
+    dataset.level(0, 100_000, 16000)  # measured once, not counted below
     counts.clear()
     for length, fraction in ((300, 0), (512, 0.7), (400, 0.9999)):
         starts = (len(whole) - length) // 100 + 1
@@ -349,7 +349,7 @@ def test_crops_begin_at_frames_chosen_at_random_or_in_the_middle():
     assert len(places.unique()) == len(windows)
     alone, _ = dataset.fetch([8], words[5:6])
     assert torch.equal(alone["wave"][0], batch["wave"][5])
-    middle, _ = dataset.fetch([4])  # a second of it
+    middle, _ = dataset.fetch([4])  # a second from its middle
     assert_close(middle["wave"][0], dataset.wave(4)[800:8800])
 
 
@@ -373,7 +373,7 @@ def test_splits_are_chosen_by_name_and_from_20_speakers_on_by_speaker():
         for name in order.SPLITS:
             expected = order.split_keys(keys, name, 0.3, 0.2, seed=1)
             assert_array_equal(dataset.split(name, 0.3, 0.2, seed=1), expected)
-    few.names = [f"a{i // 2}_mic{i % 2 + 1}.wav" for i in range(60)]  # of VCTK, in pairs
+    few.names = [f"a{i // 2}_mic{i % 2 + 1}.wav" for i in range(60)]  # pairs, as in VCTK
     parts = [set(few.split(name, 0.3, 0.2) // 2) for name in order.SPLITS]
     assert sum(map(len, parts)) == 30
 

@@ -1,4 +1,4 @@
-"""Resuming: the newest intact state is used after kills, damage or changes."""
+"""Resuming: after kills, damage or changes, a run uses its newest intact state."""
 import contextlib
 import dataclasses
 import math
@@ -29,7 +29,7 @@ class Config(Settings):
 
 
 def state_of(folder, width=8, seed=0, other=False, **settings):
-    """A State of a model with matrices, biases and buffers. other: also of a second model."""
+    """A State of a model with matrices, biases and buffers. other: with a second model, too."""
     torch.manual_seed(seed)
     cfg = Config(run_dir=str(folder), width=width, **settings)
     norm = nn.BatchNorm1d(width)
@@ -79,7 +79,7 @@ def commit(run, *steps):
     """Commit a State at each of `steps`; returns it."""
     state = state_of(run.folder)
     for state.step in steps:
-        for _ in range(2):  # by the plan, and after a signal
+        for _ in range(2):  # as scheduled, and again after a signal
             run.save(state)
     return state
 
@@ -140,13 +140,13 @@ def test_the_version_of_the_code_changes_with_any_edit(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_restored_state_is_a_copy_and_does_not_need_its_file(optimizer, tmp_path):
-    """Promise 1"""
+    """Promise 1: resuming is exact."""
     state = state_of("run", optimizer=optimizer, other=True)
     take_steps(state, 2)
     path = written(state, tmp_path / "2.pt")
     again = state_of("run", optimizer=optimizer, other=True, seed=1)
     again.load(checkpoint.load(path, mmap=True), path)
-    with open(path, "r+b") as file:  # the bytes that are mapped
+    with open(path, "r+b") as file:  # overwrite the mapped bytes
         file.write(bytes(path.stat().st_size))
     path.unlink()
     assert same(again.contents(), state.contents())
@@ -156,7 +156,7 @@ def test_a_restored_state_is_a_copy_and_does_not_need_its_file(optimizer, tmp_pa
 
 
 def test_a_checkpoint_of_another_or_a_diverged_model_is_refused(tmp_path):
-    """Promises 4 and 5"""
+    """Promises 4 and 5: non-finite values are not saved; files are loaded safely."""
     state = state_of(tmp_path, other=True)
     wider = state_of(tmp_path, width=12, other=True)
     judged = state_of(tmp_path, other=True)
@@ -170,7 +170,7 @@ def test_a_checkpoint_of_another_or_a_diverged_model_is_refused(tmp_path):
 
 
 def test_a_forks_mistake_while_restoring_is_not_blamed_on_the_file(tmp_path):
-    """Promises 8 and 10"""
+    """Promises 8 and 10: a mistake ends in one line; a fork works."""
     path = written(state_of(tmp_path), tmp_path / "1.pt")
 
     class Optimizer(torch.optim.SGD):
@@ -228,7 +228,7 @@ def test_a_step_that_is_saved_is_not_written_again(tmp_path):
 ])
 def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_it_is_taken(
         damage, tmp_path, capsys):
-    """Promise 3"""
+    """Promise 3: nothing saved is lost."""
     run = opened(tmp_path)
     commit(run, 10, 20, 30)
     paths = [tmp_path / entry["file"] for entry in run.checkpoints]
@@ -255,7 +255,7 @@ def test_of_an_intact_newest_checkpoint_the_older_ones_are_not_looked_at(tmp_pat
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path, monkeypatch):
-    """Promise 3: a network disk may be away for a while; its files are not forgotten."""
+    """Promise 3: if a network disk is away for a while, its files are not forgotten."""
     run = opened(tmp_path)
     commit(run, 10, 20)
 
@@ -276,7 +276,7 @@ NO_RESULT = (
 
 @pytest.mark.parametrize("content", [None, b"[]", b"{}", b"\xff", NO_STEP, NO_RESULT])
 def test_a_missing_or_damaged_record_is_named_with_the_way_out(content, tmp_path):
-    """Promises 3 and 8"""
+    """Promises 3 and 8: nothing saved is lost; a mistake ends in one line."""
     run = opened(tmp_path)
     commit(run, 10)
     path = tmp_path / "auto_resume.json"
@@ -321,7 +321,7 @@ def test_weights_that_are_not_finite_are_not_saved_and_the_checkpoint_before_sta
 
 
 def test_a_drop_forgets_the_steps_from_there_on(tmp_path):
-    """Promise 4"""
+    """Promise 4: non-finite values are not saved."""
     run = opened(tmp_path)
     commit(run, 10, 20, 30)
     run.drop_from(20)
@@ -337,7 +337,7 @@ def hold(folder, pipe):
 
 
 def test_a_second_process_is_refused_by_the_name_of_the_first_until_that_is_killed(tmp_path):
-    """Promise 3"""
+    """Promise 3: nothing saved is lost."""
     pipe, other = FORKS.Pipe()
     process = FORKS.Process(target=hold, args=(tmp_path, other))
     process.start()
@@ -359,7 +359,7 @@ MOMENTS = {"mkdir", "open", "flush", "fsync", "replace", "__exit__", "close", "u
 def copies(run, place):
     """Yield a list that gets a copy of the run's folder at each moment of saving.
 
-    A copy has what a kill would leave: what the system was given.
+    A copy has what a kill would leave: all that was handed to the operating system.
     """
     left = []
 
@@ -376,10 +376,10 @@ def copies(run, place):
     "settings", [{}, dict(optimizer="muon", precision="fp16", other=True)])
 def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_on_bit_for_bit(
         settings, tmp_path, monkeypatch, capsys):
-    """Promises 1 and 3"""
+    """Promises 1 and 3: resuming is exact; nothing saved is lost."""
     monkeypatch.setattr(resume, "KEEP", 1)
     run = opened(tmp_path / "run")
-    state = state_of("run", **settings)  # the same config wherever the folder is
+    state = state_of("run", **settings)  # the same config for every copy of the folder
     with copies(run, tmp_path) as left:
         for _ in range(2):
             take_steps(state)
@@ -407,7 +407,7 @@ def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_
 # The best model
 
 def test_the_best_is_kept_only_while_it_is_the_best_and_none_that_is_not_finite(tmp_path):
-    """Promise 4"""
+    """Promise 4: non-finite values are not saved."""
     run = opened(tmp_path)
     run.val_settings = {"eval_samples": 4}
     state = state_of(tmp_path)
@@ -427,7 +427,7 @@ def test_the_best_is_kept_only_while_it_is_the_best_and_none_that_is_not_finite(
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_validation_loss_that_is_not_finite_drops_its_checkpoints_and_names_the_step(
         loss, tmp_path):
-    """Promise 4"""
+    """Promise 4: non-finite values are not saved."""
     run = opened(tmp_path)
     state = commit(run, 10, 20, 30)
     run.save_best(state, 0.5)
@@ -439,7 +439,7 @@ def test_a_validation_loss_that_is_not_finite_drops_its_checkpoints_and_names_th
 
 
 def best_by_rank(folder):
-    """(ranks that know a best loss after an evaluation, files)."""
+    """(best validation loss, number of checkpoints) that this rank's RunFolder knows."""
     run = resume.RunFolder(folder)
     if dist.is_main():
         run.open()
@@ -483,7 +483,7 @@ def write_run(folder, results=None, **identity):
 
 
 def test_a_run_goes_on_from_its_own_checkpoint_else_from_the_one_to_load(tmp_path):
-    """Promises 1 and 3"""
+    """Promises 1 and 3: resuming is exact; nothing saved is lost."""
     load = str(write_run(tmp_path / "elsewhere"))
     init = str(tmp_path / "init.pt")
     checkpoint.save({"model": {}, "config": {}}, init)
@@ -516,14 +516,14 @@ def test_a_run_has_finished_while_it_has_its_steps_and_its_model(tmp_path, capsy
     write_run(tmp_path, {"step": 8})
     checkpoint.save({"model": {}}, tmp_path / "model.pt")
     assert start(steps=8) == {"step": 8}
-    path.write_bytes(b"")  # it is not needed any more
+    path.write_bytes(b"")  # a finished run does not need its checkpoint
     assert start(steps=7) == {"step": 8}
     best = {"model": {}, "step": 8, "val_loss": 0.5, "val_settings": {}}
     checkpoint.save(best, tmp_path / "best.pt")
     write_run(tmp_path, {"step": 8})
     capsys.readouterr()
     assert start(steps=8) == {"step": 8}
-    assert capsys.readouterr().err == ""  # its best.pt stays what it is
+    assert capsys.readouterr().err == ""  # best.pt of a finished run is not judged
     write_run(tmp_path, {"step": 8})
     assert start(steps=9) is None  # there is more to train
 
@@ -536,7 +536,7 @@ def test_a_run_has_finished_while_it_has_its_steps_and_its_model(tmp_path, capsy
 ])
 def test_a_run_of_other_data_another_model_or_kept_settings_is_refused(
         changed, message, tmp_path):
-    """Promise 3"""
+    """Promise 3: nothing saved is lost."""
     identity = {"seed": 0, "width": 8, "data rows": 20, "own validation set": False}
     path = write_run(tmp_path, **identity, **{"data shape": [2, 3]})
     assert start_of(tmp_path, lr=0.5).resume_from == path
@@ -591,7 +591,7 @@ def test_all_ranks_get_the_identity_of_settings_data_and_other_models(tmp_path, 
 
 
 def test_adapters_keep_the_sha256_of_their_base_and_bad_samples_are_named(tmp_path, capsys):
-    """Promises 3 and 7"""
+    """Promises 3 and 7: nothing saved is lost; a bad sample costs a sample."""
     base = tmp_path / "base.pt"
     checkpoint.save({"model": {}, "config": {"width": 12}}, base)
     settings = dict(init_from=str(base), lora_rank=2)
@@ -626,19 +626,19 @@ def test_best_pt_is_kept_where_validation_is_the_same_and_starts_anew_where_it_c
     for changed in (dict(val_rows=6), dict(eval_samples=8), dict(chunk_size=5)):
         assert not goes_on(**changed)
         assert "validation changed from {" in capsys.readouterr().err
-    assert goes_on()  # whatever was tried meanwhile
+    assert goes_on()  # the attempts above changed nothing
 
 
 def test_a_best_pt_that_is_newer_than_the_checkpoint_or_damaged_is_not_believed(
         tmp_path, capsys):
-    """Promise 3"""
+    """Promise 3: nothing saved is lost."""
     write_run(tmp_path)
     best = tmp_path / "best.pt"
     run = start_of(tmp_path)
     contents = {"model": {}, "step": 9, "val_loss": 0.5, "val_settings": run.val_settings}
     checkpoint.save(contents, best)
     assert start_of(tmp_path).best_val_loss == math.inf
-    assert "best.pt" not in capsys.readouterr().err  # its steps are taken again
+    assert "best.pt" not in capsys.readouterr().err  # its steps will be taken again
     best.write_bytes(best.read_bytes()[:99])
     assert start_of(tmp_path).best_val_loss == math.inf
     assert "best.pt: damaged, so it will be replaced" in capsys.readouterr().err
@@ -653,11 +653,11 @@ def test_a_best_pt_that_is_newer_than_the_checkpoint_or_damaged_is_not_believed(
 
 @pytest.mark.parametrize("given, earlier, ranks, expected, noted", [
     (0, 0, 8, 8, False),
-    (0, 0, 2, 16, False),  # the most there may be
-    (0, 16, 2, 16, False),  # the run's
+    (0, 0, 2, 16, False),  # the maximum
+    (0, 16, 2, 16, False),  # that of the run
     (0, 24, 3, 24, False),  # more than the maximum, and a chunk for each rank: 24, 24, 16
     (0, 16, 4, 16, False),
-    (0, 16, 8, 8, True),  # of which there would be too few
+    (0, 16, 8, 8, True),  # with 16, some ranks would have no chunk
     (0, 12, 7, 10, True),
     (5, 16, 2, 5, True),
     (16, 16, 2, 16, False),
@@ -709,7 +709,7 @@ def test_the_models_settings_are_the_files_whatever_a_preset_or_a_default_says(w
     ("--config run.json", "--width 8: the model of x.pt has 12; leave it out"),
 ])
 def test_a_given_setting_of_the_model_that_differs_from_the_files_is_refused(words, message):
-    """Promise 8"""
+    """Promise 8: a mistake ends in one line."""
     checkpoint.write_json({"width": 8}, Path("run.json"))
     cfg = config.parse(Config, words.split(), presets=PRESETS)
     with pytest.raises(UserError, match=message):
@@ -727,7 +727,7 @@ def test_of_a_file_to_start_from_only_the_settings_of_the_model_are_read(tmp_pat
     path = str(tmp_path / "of_another_kind.pt")
     checkpoint.save({"model": {}, "config": {"image_size": 3}}, path)
     _, cfg = resume.open_run(Settings(init_from=path), tmp_path / "run", 16)
-    assert (cfg.init_from, capsys.readouterr().err) == (path, "")  # not all that it lacks
+    assert (cfg.init_from, capsys.readouterr().err) == (path, "")  # missing settings are not noted
 
 
 def test_a_file_elsewhere_is_downloaded_beside_the_run_unless_the_run_has_its_own(

@@ -1,4 +1,4 @@
-"""Semantic tokens encode the syllables of any speaker; fitting gives the same on all ranks."""
+"""Semantic tokens encode the syllables of any speaker. A fit is the same on all ranks."""
 
 from types import SimpleNamespace
 
@@ -92,7 +92,7 @@ def saved(folder, clusters=36, resume_from=None):
 
 def test_a_tokenizer_survives_being_saved_and_another_file_is_refused(tokenizer, tmp_path):
     wave = DATASET.wave(1)
-    assert saved(tmp_path, clusters=8).clusters == 8  # of a start that was broken off
+    assert saved(tmp_path, clusters=8).clusters == 8  # left by an aborted start
     for resume_from in (None, "a checkpoint"):
         found = saved(tmp_path, resume_from=resume_from)
         assert_array_equal(found.encode(wave), tokenizer.encode(wave))
@@ -119,7 +119,7 @@ def test_a_fit_repeats_varies_with_the_seed_and_takes_what_can_be_read(monkeypat
     centers = fitted_centers()
     assert_array_equal(fitted_centers(), centers)
     assert not np.allclose(fitted_centers(seed=1), centers)
-    assert not np.allclose(fitted_centers(hop_length=7_000), centers)  # shorter ones are unusable
+    assert not np.allclose(fitted_centers(hop_length=7_000), centers)  # shorter waves are unusable
     monkeypatch.setattr(tokens, "MAX_FRAMES", 7)
     with pytest.raises(UserError, match=r"--clusters 8: there are only 7 frames"):
         fitted_centers()
@@ -129,7 +129,7 @@ def test_features_of_another_model_are_of_the_wave_at_its_rate():
     with pytest.raises(UserError, match="--tokenizer mel: expected mfcc or hf:MODEL:LAYER"):
         train_audio.make_features("mel")
 
-    def layer(wave):  # in place of it: the first sample of each frame
+    def layer(wave):  # stands for a layer: the first sample of each frame
         return wave[:, ::320, None]
 
     layer.width = 1

@@ -65,7 +65,7 @@ def test_the_stft_discriminator_sees_real_and_imaginary_parts_and_shrinks_as_in_
     spectrum = torch.stft(wave, 256, 64, window=torch.hann_window(256), return_complex=True)
     assert_close(torch.complex(*d.transform(wave).unbind(1)), spectrum[:, :128])
     scores, features = d(wave)
-    # Every unit halves the 128 frequencies, every second one the 33 times.
+    # Every unit halves the 128 frequencies, and every second unit the 33 frames.
     shapes = [x.shape[1:] for x in features[::2]]
     assert shapes == [(8, 128, 33), (32, 32, 16), (64, 8, 8), (128, 2, 4)]
     assert scores.shape == (3, 4)
@@ -114,7 +114,7 @@ def test_adversarial_losses_are_hinges_feature_distances_and_r1_and_spare_the_ot
     parameters = [*discriminators.parameters()]
     fake = torch.randn(4, 2000, requires_grad=True)
     real = torch.randn(4, 2000, requires_grad=True)
-    codec_loss = their_loss = 0  # four times too large: a sum over discriminators
+    codec_loss = their_loss = 0  # sums over four discriminators, not means
     for d in discriminators:
         fake_score, fake_features = d(fake)
         real_score, real_features = d(real)

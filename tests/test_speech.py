@@ -41,10 +41,10 @@ def test_features_are_a_layers_outputs_of_centered_frames(kind, normalize, tmp_p
         [found] = layer(wave)
         assert found.shape == (frames, layer.width)
         incomplete = frames * 320 - samples
-        if kind == "Wav2Vec2Bert":  # a frame sees 560 samples, 320 apart
+        if kind == "Wav2Vec2Bert":  # a frame sees 560 samples; frames are 320 apart
             padded = pad(wave[0], (120, incomplete + 120)).numpy()
             inputs = extractor(padded, sampling_rate=16_000, return_tensors="pt").values()
-        else:  # 400
+        else:  # a frame sees 400 samples
             if normalize:
                 wave = (wave - wave.mean()) / wave.std(correction=0)
             inputs = [pad(wave, (40, incomplete + 40))]

@@ -96,7 +96,7 @@ def test_a_server_that_says_no_or_nothing_is_reported(tmp_path, server, monkeypa
 def test_a_file_of_a_wandb_run_is_fetched_by_the_real_client(
         tmp_path, server, monkeypatch, request):
     import wandb
-    request.addfinalizer(wandb.teardown)  # the package keeps its environment until then
+    request.addfinalizer(wandb.teardown)  # until then, it keeps the environment
     monkeypatch.setenv("WANDB_BASE_URL", server.url)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     server.files["/ck/latest.pt"] = model(tmp_path / "m.pt").read_bytes()
@@ -220,7 +220,7 @@ def test_wandb_keeps_copies_with_the_run(tmp_path):
     assert not copy.is_symlink()
     assert step_of(copy) == 4
     started = time.monotonic()
-    store.send_missing(savers, run_of(tmp_path, 8), minutes=1)  # the run there is closed
+    store.send_missing(savers, run_of(tmp_path, 8), minutes=1)  # wandb's run is closed
     assert time.monotonic() - started < 1
     assert step_of(copy) == 4
 

@@ -27,7 +27,7 @@ def spoken():
 
 @pytest.mark.parametrize("make", [synthetic.shapes, synthetic.syllables])
 def test_a_sample_does_not_depend_on_the_others(make):
-    indices = [42, 7, 10**12]  # the data set has no end
+    indices = [42, 7, 10**12]  # the dataset is infinite
     for all_of_them, few in zip(make(range(50)), make(indices)):
         for i, index in enumerate(indices[:2]):
             assert_array_equal(few[i], all_of_them[index])

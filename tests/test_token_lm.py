@@ -19,7 +19,7 @@ VOCABULARY = ("a", "b", "c")
 TEXTS = ["a b c", "", "c a"]
 GREEDY = SamplingParams(0.0)
 NEVER = -torch.inf
-UNIFORM = SamplingParams(1e4)  # as good as uniform: EOS comes soon
+UNIFORM = SamplingParams(1e4)  # almost uniform, so EOS comes soon
 
 
 def transformer(*streams, vocabulary=()):
@@ -31,7 +31,7 @@ def transformer(*streams, vocabulary=()):
 
 
 def random_tokens(streams, *lengths):
-    """The codes (T, Q) of each stream for each sample. lengths: of each stream, one per sample."""
+    """The codes (T, Q) of each stream for each sample. lengths: T per sample, for each stream."""
     columns = []
     for stream, column in zip(streams, lengths):
         K = stream.codebook_size

@@ -25,7 +25,7 @@ from common.data.recordings import Syllables
 from common.models import semantic
 
 Stream = collections.namedtuple("Stream", "name num_quantizers")
-OF_ANOTHER_RANK = "of another rank"  # which raises it
+OF_ANOTHER_RANK = "of another rank"  # the error is raised there
 STREAMS = [Stream("semantic", 1), Stream("coarse", 2), Stream("fine", 2)]
 FORK = multiprocessing.get_context("fork")
 
@@ -35,7 +35,7 @@ def codes_of(index):
 
 
 class Numbers(Syllables):
-    """Recordings whose waves are their numbers; 7 is unusable, 50 a fault."""
+    """Recordings whose waves are their numbers. Number 7 is unusable, and 50 raises UserError."""
 
     unusable = 7
 
@@ -55,7 +55,7 @@ def settings(folder, workers=0):
 
 
 def cached(folder, count, checksum, failing=None, workers=0):
-    """(error or "", recordings encoded in this process) of a cache."""
+    """Make or open a cache: (error or "", recordings encoded in this process)."""
     encoded = []
 
     def encode(index):
@@ -81,14 +81,14 @@ def check(cache, count):
         expected = codes_of(index)[: 0 if index == Numbers.unusable else None]
         assert found.T.tolist() == expected.tolist()
         assert cache.frames[index] == len(expected)
-        for start, stop in ((0, 2), (1, 3), (0, 6)):  # another recording begins at its end
+        for start, stop in ((0, 2), (1, 3), (0, 6)):  # the next recording begins where it ends
             window = cache.window(index, start, stop, slice(1, None))
             assert window.tolist() == expected[start:stop, 1:].tolist()
     assert index == count - 1
 
 
 def contents(folder):
-    """The one cache below a folder."""
+    """The bytes of the only cache below a folder."""
     [path] = Path(folder).rglob("tokens/*/tokens")
     return path.read_bytes()
 
@@ -175,9 +175,10 @@ def in_a_process(work, *arguments):
 
 
 def end_at(folder, moment, number):
-    """Make a cache, and send this process a signal at a moment: the `number`th encoding, or a call.
+    """Make a cache in this process, which a signal ends.
 
-    Recordings that are encoded are written to a file.
+    moment: a signal, sent when recording `number` is encoded, or a call, at which SIGKILL is sent.
+    The file `encoded` gets the numbers of encoded recordings.
     """
     with open(folder / "encoded", "a") as record:
 
@@ -209,7 +210,7 @@ def test_a_kill_at_any_moment_loses_the_recording_in_work(tmp_path):
     folder.mkdir()
     for number in (0, 1, 5, 6, 12, 19):
         assert in_a_process(end_at, folder, signal.SIGKILL, number) == -signal.SIGKILL
-    for moment in ("replace", "unlink"):  # while it is joined: before it exists, and after
+    for moment in ("replace", "unlink"):  # while joining: before the cache exists, and after
         assert in_a_process(end_at, folder, moment, 0) == -signal.SIGKILL
     assert in_a_process(end_at, folder, "", 0) == 0
     encoded = (folder / "encoded").read_text().split()
@@ -241,13 +242,13 @@ def test_a_cache_of_another_size_is_made_anew(size, tmp_path):
     good = contents(tmp_path)
     [path] = tmp_path.rglob("tokens/*/tokens")
     path.write_bytes(good[:size])
-    assert len(cached(tmp_path, 20, "a")[1]) == 19  # it compares the tokens
+    assert len(cached(tmp_path, 20, "a")[1]) == 19  # `cached` compares the tokens
     assert contents(tmp_path) == good
 
 
 def fill_the_disk(folder):
     tokens.PIECE_SECONDS = 0
-    # A piece with one recording has 772 bytes, and 6 per frame.
+    # A piece with one recording has 772 bytes, plus 6 per frame.
     resource.setrlimit(resource.RLIMIT_FSIZE, (800, 800))
     error, encoded = cached(folder, 20, "a")
     assert "File too large, writing" in error, error
@@ -282,7 +283,7 @@ def test_runs_at_the_same_time_share_a_cache_and_what_was_mended_is_encoded(tmp_
 
 
 def written(arrays, num_quantizers):
-    """Tokens of arrays (T, Q) or (T,), in a file."""
+    """Write arrays (T, Q) or (T,) to a file, and open it as cached tokens."""
     path = Path(f"tokens of {num_quantizers}").absolute()
     arrays = [np.asarray(x, np.uint16).reshape(-1, num_quantizers).T for x in arrays]
     frames = np.array([x.shape[1] for x in arrays])
@@ -291,9 +292,10 @@ def written(arrays, num_quantizers):
 
 
 def make_crops(frames, frame_rate=50, words=None):
-    """TokenCrops of 40 frames of recordings of so many `frames`.
+    """TokenCrops of 40 frames, for recordings with these numbers of `frames`.
 
-    Each token is the number of its frame, plus 1,000 a quantizer. words: other semantic tokens.
+    A token is the number of its frame, plus 1,000 per quantizer before it. words: semantic tokens
+    to use instead.
     """
     numbers = range(len(frames))
     dataset = SimpleNamespace(
@@ -380,7 +382,7 @@ def test_a_window_has_the_tokens_that_sound_in_it_and_one_at_least(start, stop, 
 
 
 def flickering(content, durations, share, generator):
-    """(tokens that are heard, the place of each): `content` with some tokens replaced by others."""
+    """(tokens heard, the position of each): `content` with some tokens replaced by others."""
     places = np.repeat(np.arange(len(content)), durations)
     heard = content[places]
     flickers = generator.random(len(heard)) < share
@@ -389,7 +391,7 @@ def flickering(content, durations, share, generator):
 
 
 def test_what_is_heard_finds_its_place_though_a_tenth_of_it_flickers():
-    """30 s: merely counting changes would be off by hundreds of positions."""
+    """In these 30 s, counting changes of the token would be off by hundreds of positions."""
     generator = np.random.default_rng(0)
     content = generator.integers(0, 36, 800)
     content = content[np.append(True, np.diff(content) != 0)]
@@ -437,24 +439,24 @@ def test_a_whole_recording_may_be_followed_by_another_of_its_speaker_with_both_t
         assert text == expected_text
         assert ended
     assert words[:, 0].tolist() == [*range(12), *range(12)]
-    assert crops.sample(2, 0.0, 0.0, 0.9)[2] == "text 2 text 2"  # alone of its speaker
-    assert crops.sample(3, 0.0, 0.0, 0.0)[2] == ""  # not whole
+    assert crops.sample(2, 0.0, 0.0, 0.9)[2] == "text 2 text 2"  # the only one of its speaker
+    assert crops.sample(3, 0.0, 0.0, 0.0)[2] == ""  # not a whole recording
     assert crops.sample(4, 0.0, 0.0, 0.9)[2] == "text 4"  # 42 frames are too many
     crops.dataset.texts[1] = ""
-    assert crops.sample(0, 0.0, 0.0, 0.9)[2] == ""  # a text says all
+    assert crops.sample(0, 0.0, 0.0, 0.9)[2] == ""  # one of the two has no text
     crops.dataset.texts[1] = "text 1"
     crops = without_codes(crops)
     crops.join_within(np.array([0, 1, 2, 3]), 0.5)
     assert crops.lengths(np.arange(2))["max_frames"] > 12
     crops.lay_out = lambda streams, samples: {}
     batch, _ = crops.fetch(np.arange(3))
-    assert batch["text"] == ["text 0", "text 1", "text 2"]  # in evaluation none follows
+    assert batch["text"] == ["text 0", "text 1", "text 2"]  # not joined in evaluation
 
 
 def test_a_recording_whose_speaker_is_not_known_is_followed_by_itself_alone():
     crops = make_crops([10, 12, 14, 10])
     crops.dataset.speaker_of = [""] * 4
-    crops.dataset.names[3] = crops.dataset.names[0]  # a shift of it
+    crops.dataset.names[3] = crops.dataset.names[0]  # a shifted copy of recording 0
     crops.join_within(np.arange(4), 1.0)
     for index, followers in enumerate([{0, 3}, {1}, {2}, {0, 3}]):
         assert set(crops.others[crops.voice_of(index)]) == followers

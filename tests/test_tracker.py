@@ -24,11 +24,11 @@ from common.interop import store
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    """No network; TensorBoard's files of one second are named in the order of their starts."""
+    """No network. TensorBoard's files sort by their starts, even within a second."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     if "wandb" in sys.modules:
-        sys.modules["wandb"].teardown()  # until then it has the environment of earlier tests
+        sys.modules["wandb"].teardown()  # until then, it keeps the environment of earlier tests
     with contextlib.suppress(ImportError):
         from tensorboard.summary.writer import event_file_writer
         clock = itertools.count(time.time())
@@ -73,7 +73,7 @@ def test_what_is_logged_reads_back_and_what_is_not_finite_is_null(tmp_path):
     b'{"step": "3"}\n{"step": [3]}\n{}\n',
 ])
 def test_on_resume_later_and_torn_lines_are_dropped_and_come_again_once(torn, tmp_path, capsys):
-    """Promise 1"""
+    """Promise 1: resuming is exact."""
     def log_from(log, first):
         for step in range(first, 11):
             if step % 5 == 1:  # an evaluation is at the start of a step, so it is repeated
@@ -130,7 +130,7 @@ def test_a_page_a_line_or_a_logger_that_fails_is_told_and_training_continues(tmp
     assert out.count("logger console failed: ZeroDivisionError: division by zero") == 1
     assert out.count("report.html: exists, and is not a file; training continues") == 2
     assert "No space left on device; training continues" in out
-    with pytest.raises(OSError, match="of a checkpoint"), log:  # not hidden by that of a line
+    with pytest.raises(OSError, match="of a checkpoint"), log:  # a line's error does not hide it
         raise OSError("of a checkpoint")
 
 
@@ -158,7 +158,7 @@ def test_results_are_a_table_that_rank_0_alone_prints(on_ranks):
 
 
 def tracks(folder):
-    """The effects of a Tracker that logs, prints, sends, and writes a page, on one rank."""
+    """The effects on this rank of a Tracker that logs, prints, sends, and writes a page."""
     if dist.is_main():
         log = tracker_of(folder)
     else:
@@ -193,7 +193,7 @@ def test_the_console_is_a_logger_without_an_identity(tmp_path):
 
 
 def test_a_signal_while_the_logger_finishes_ends_the_process_after_that(tmp_path):
-    """Promise 2"""
+    """Promise 2: a signal saves the run."""
     log = tracker_of(tmp_path)
     log.logger.finish = lambda error: signal.raise_signal(signal.SIGTERM)
     with pytest.raises(dist.Stopped, match="143"), log:
@@ -202,7 +202,7 @@ def test_a_signal_while_the_logger_finishes_ends_the_process_after_that(tmp_path
 
 
 def test_a_logger_hears_how_a_run_ended_and_a_signal_then_does_not_hide_its_error(tmp_path):
-    """Promise 2"""
+    """Promise 2: a signal saves the run."""
     heard = []
     for error in (None, KeyError("x"), SystemExit(1)):
         log = tracker_of(tmp_path)
@@ -244,7 +244,7 @@ def test_a_resumed_logger_has_each_step_once_and_samples_settings_and_errors(
         kind, files, settings, tmp_path):
     pytest.importorskip("PIL")
     log = tracker_of(tmp_path, logger=kind)
-    log_steps(log, range(1, 13))  # of which a checkpoint has the first 8
+    log_steps(log, range(1, 13))  # a checkpoint has the first 8
     log.logger.finish(SystemExit(1))
     first = log.run.loggers
     with pytest.raises(ZeroDivisionError), tracker_of(tmp_path, 8, logger=kind) as log:
@@ -285,7 +285,7 @@ def test_a_wandb_run_has_the_given_names_and_is_resumed_by_the_package(tmp_path,
 
 @needs("wandb")
 def test_a_wandb_that_cannot_start_is_reported_before_training(tmp_path):
-    """Promise 8"""
+    """Promise 8: a mistake ends in one line."""
     with pytest.raises(UserError, match=r"--logger wandb: .*wandb login.*WANDB_MODE=offline"):
         tracker_of(tmp_path, logger="wandb projekt=x")
 
@@ -296,7 +296,7 @@ def test_a_wandb_that_cannot_start_is_reported_before_training(tmp_path):
 ])
 def test_a_run_that_began_on_the_console_takes_any_logger_and_later_finds_the_same_run_there(
         kind, files, tmp_path):
-    """Promise 1"""
+    """Promise 1: resuming is exact."""
     pytest.importorskip("PIL")
     starts = ["console", kind, "'console'", kind]
     found = []
@@ -311,7 +311,7 @@ def test_a_run_that_began_on_the_console_takes_any_logger_and_later_finds_the_sa
     assert [*tmp_path.glob(files)]
     curves, _ = records_of(tmp_path)
     steps = [step for step, _ in curves["loss"]]
-    assert steps == [5, 6, 7, 8, 13, 14, 15, 16]  # while it was the logger
+    assert steps == [5, 6, 7, 8, 13, 14, 15, 16]  # the steps during which it was the logger
     assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [*range(1, 17)]
 
 
@@ -351,7 +351,7 @@ def test_a_run_without_a_checkpoint_begins_another_one_in_wandb(tmp_path):
     "wandb 'id=x": "No closing quotation",
 }.items())
 def test_a_logger_that_cannot_be_meant_is_refused(logger, message):
-    """Promise 8"""
+    """Promise 8: a mistake ends in one line."""
     with pytest.raises(UserError, match=f"--logger.*{message}"):
         tracker.check(Settings(logger=logger))
 

@@ -79,7 +79,7 @@ def read_wave(path):
 
 
 def test_augmented_waves_are_louder_or_softer_and_some_are_mixes():
-    waves = torch.eye(200)  # each sounds at a time of its own
+    waves = torch.eye(200)  # each has a click at its own time
     found = train_audio.augment(waves)
     gains = 20 * found.diagonal().log10()
     assert -10 <= gains.min() < -9 and 5 < gains.max() <= 6
@@ -96,7 +96,7 @@ def test_two_ranks_lose_what_one_process_does(whole, tmp_path):
 
 def test_a_discriminator_that_is_not_finite_ends_the_run_before_it_is_saved(whole, monkeypatch):
     loss = soundstream.discriminator_loss
-    numbers = itertools.count()  # of chunks, two a step
+    numbers = itertools.count()  # numbers the chunks, two per step
 
     def overflow(*args):
         return loss(*args) * (torch.nan if next(numbers) >= 6 else 1)
@@ -133,7 +133,8 @@ def test_an_fp16_overflow_is_a_step_that_did_not_happen(whole, monkeypatch):
     numbers = itertools.count()
 
     def overflow(scaler, loss):
-        # Number 8 is the codec's in the last of five steps: the discriminators' has every second.
+        # Every second call is for the discriminators. Call 8 is for the codec, in the last of five
+        # steps.
         return scale(scaler, loss * torch.inf if next(numbers) == 8 else loss)
 
     monkeypatch.setattr(torch.amp.GradScaler, "scale", overflow)
@@ -143,7 +144,7 @@ def test_an_fp16_overflow_is_a_step_that_did_not_happen(whole, monkeypatch):
 
 
 def main():
-    """The script with small stages, on few of the built-in recordings."""
+    """Run the script with small stages, on a few of the built-in recordings."""
     train_audio.BUILTIN_ROWS = 40
     for stage, settings in STAGES.items():
         cls = train_audio.STAGES[stage]
@@ -188,7 +189,7 @@ def test_a_recording_goes_through_the_codec_at_a_bitrate(whole, codec, wave):
     codes = codec.encode(gain * (wave - wave.mean()))
     expected = codec.decode(codes[:, :3])[: len(wave)] / gain  # as loud as it was
     assert_close(sound, expected, atol=1e-4, rtol=0)
-    # 4 bits a code, 50 frames a second.
+    # 4 bits per code, 50 frames per second.
     assert "3 codes per frame, 600 bits per second" in out
 
 
@@ -198,7 +199,7 @@ def test_a_prompt_is_continued_also_when_the_run_has_moved(whole, codec, voice, 
     _, usual = sampled(**settings)
     gain = 0.1 / wave.std(correction=0)  # of the whole recording, as in training
     prompt = codec.encode(gain * (wave - wave.mean())[-2400:])
-    assert len(usual) == 2400 + 25 * 160  # it does not end before
+    assert len(usual) == 2400 + 25 * 160  # it does not end early
     for name, value, alike in [
         ("run_dir", "moved", True),
         ("seed", 1, False),
@@ -299,7 +300,7 @@ def test_prompts_are_whole_frames_of_codes_and_of_semantic_tokens(pipeline):
     assert len(codes) == 10
     assert torch.equal(codes, pipeline.codec.encode(wave[37:]))
     tokens = pipeline.kmeans.encode(wave[37:])
-    assert len(tokens) == 7  # the last is mostly of silence
+    assert len(tokens) == 7  # the last one is mostly silence
     assert words[:, 0].tolist() == tokens[:6].unique_consecutive().tolist()
 
 

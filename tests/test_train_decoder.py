@@ -41,7 +41,7 @@ run = functools.partial(helpers.run, "train_decoder")
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """A folder with a small clip/, a prior/, and 160 images: plain/, and shapes/ (embeddings)."""
+    """A folder with a small clip/, a prior/, 160 images in plain/, and shapes/ with embeddings."""
     folder = tmp_path_factory.mktemp("world")
     plain = folder / "plain"
     pictures, records = write_captioned(plain, 160)
@@ -81,7 +81,7 @@ def trained(world):
 def make(**settings):
     """A small U-Net for embeddings of width 16 and text encodings of width 12.
 
-    settings: of the base's config. Others are constants of its class, as those of a fork are.
+    settings: fields of BaseConfig. Other names become constants of its class, as in a fork.
     """
     defaults = dict(UNET, attention_levels=(1,), cond_width=8, objective="v", timesteps=50)
     settings = defaults | {"timestep_density": "uniform"} | settings
@@ -282,7 +282,7 @@ def test_an_upsampler_learns_from_blurred_crops_with_noise_of_the_level_it_is_gi
     noise = (noisy - clean) / sigma
     assert (noise.flatten(1).std(1) - 1).abs().max() < 0.25
 
-    # Crops from everywhere. The enlarged window has all pixels that they depend on.
+    # Crops come from everywhere. The enlarged window has all pixels that they depend on.
     crop = crop or size
     corners = batch["image"][:, 0, 0, :2].long()
     assert torch.equal(corners, batch["corner"])
@@ -439,7 +439,7 @@ def test_another_clip_of_another_width_may_judge_and_pictures_are_left_for_other
     text = judge.text_condition(texts, 1)["text_embed"]
     cosines = torch.cosine_similarity(judge.embed_image(pictures), text)
     assert len(files) == 12
-    assert Path("samples/.output").is_file()  # its files are not data for other trainings
+    assert Path("samples/.output").is_file()  # marks a folder whose images are not training data
     assert 100 * cosines.clamp(min=0).mean().item() == pytest.approx(other["clip_score"], rel=1e-4)
     out = run("evaluate", **settings, samples="samples", expect=1)
     assert "--samples samples: expected a new folder, or an empty one" in out
@@ -492,7 +492,7 @@ def sample(**settings):
 
 
 def difference(left, right):
-    """The greatest of a pixel."""
+    """The greatest difference of any pixel value."""
     return np.abs(left - right).max()
 
 
@@ -516,12 +516,12 @@ def test_a_sample_is_the_same_in_any_batch_but_for_the_same_text_twice(
 
     monkeypatch.setattr(train_prior, "best_embeddings", spy)
     assert difference(together, sample(**texts, max_batch=2)) <= 1
-    assert sizes == [2, 2, 2, 2, 1]  # texts are encoded as few at a time
+    assert sizes == [2, 2, 2, 2, 1]  # texts are encoded in small batches, too
     alone = sample(**settings, text="a small red star")
     assert difference(together[:2], alone) <= 1
     settings |= dict(num_samples=1, steps=1, device="cpu", text=30 * "red ")
     out = run("sample", **settings)
-    assert out.count("1 are longer than 18 tokens and will be cut") == 1  # by the prior
+    assert out.count("1 are longer than 18 tokens and will be cut") == 1  # only the prior prints it
 
 
 def test_a_negative_text_takes_the_place_of_no_text(trained, world):
@@ -558,7 +558,7 @@ def test_guidance_runs_the_second_copy_with_the_negative_condition():
         )
         for scale, away in ((1.5, other), (0, other), (1, None))
     ]
-    assert rows == [6, 3, 3]  # of 0 and 1 the one half that counts
+    assert rows == [6, 3, 3]  # scales 0 and 1 need only one half
     assert_close(at_zero, negative)
     assert torch.equal(at_one, positive)
     inside = (positive.abs() < 1) & (negative.abs() < 1)  # not clipped
@@ -593,9 +593,9 @@ def test_inpainting_keeps_the_black_of_the_mask_exactly(text, trained, world):
     image = world / "plain/00001.png"
     mask = np.zeros((32, 32, 3), np.uint8)
     mask[8:24, 10:] = 255
-    mask[:4] = (0, 255, 0)  # white alone is drawn
+    mask[:4] = (0, 255, 0)  # only white is filled in
     mask[4:8] = (255, 0, 0)
-    # Larger than the model: a pixel that is partly white is filled in.
+    # The mask is larger than the model's images. A pixel that is partly white is filled in.
     pixels = read_picture(image).astype(np.uint8)
     for name, array in (("image", pixels), ("mask", mask)):
         array = array.repeat(3, axis=0).repeat(3, axis=1)
@@ -688,7 +688,7 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
         "those of --image are [32, 32]; expected the same size",
     "evaluate --run_dir trained --data plain --clip none": "there is no CLIP here",
     "--data plain --clip= --stage base": "has no embeddings; name the CLIP",
-    "--data plain --clip clip --preset pictures-cpu": "smaller than 64",  # before the base
+    "--data plain --clip clip --preset pictures-cpu": "smaller than 64",  # before the base trains
     "--data plain --stage upsample --init_from trained/base/model.pt":
         "--stage: invalid choice: 'base'",
 }.items())
@@ -707,13 +707,13 @@ def test_presets_are_stages_and_those_of_papers_have_their_diffusion(name):
     cfg = train_decoder.STAGES[preset["stage"]](**preset)
     diffusion = cfg.objective, cfg.timestep_density, cfg.optimizer
     assert (diffusion == ("epsilon", "uniform", "adamw")) != (name == "pictures-gpu")
-    assert cfg.eta == 1 or not cfg.learned_variance  # else it has no effect
+    assert cfg.eta == 1 or not cfg.learned_variance  # otherwise learned_variance has no effect
 
 
 @pytest.mark.parametrize("low_res_size", [0, 8])
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
 def test_all_images_in_training_have_the_layout_of_the_weights(layout, low_res_size, monkeypatch):
-    """Norms on GPUs would copy other layouts. GPUs have the second layout, CPUs the first."""
+    """Norms on GPUs would copy other layouts. CPUs have channels_last, GPUs contiguous_format."""
     assert train_decoder.layout_on("cpu") == torch.channels_last
     assert train_decoder.layout_on("cuda") == torch.contiguous_format
     monkeypatch.setattr(train_decoder, "layout_on", lambda device: layout)

@@ -102,7 +102,7 @@ def test_padding_is_no_key(inputs):
 def test_text_encodings_are_cut_or_padded_and_rows_of_zeros_are_padding(length, inputs):
     encodings = inputs.condition["text_enc"]
     encodings[1, 4:] = 0  # padding
-    encodings[2, 0, :11] = 0  # no padding: a number is left
+    encodings[2, 0, :11] = 0  # not padding: one number is not zero
     cfg = train_prior.Config(max_text_len=length)
     condition = train_prior.conditioning(inputs.condition, cfg, None)
     expected = F.pad(encodings, (0, 0, 0, 2))[:, :length]
@@ -155,7 +155,7 @@ def test_raw_embeddings_get_mean_0_and_deviation_1_inside_and_texts_of_unit_leng
     assert_close(x0.mean(0), torch.zeros(16), rtol=0, atol=1e-5)
     assert_close(x0.std(0), torch.ones(16))
     assert_close(prior.destandardize(x0), image_embed)
-    assert torch.equal(tuned.clip_std, prior.clip_std)  # weights bring theirs to other data
+    assert torch.equal(tuned.clip_std, prior.clip_std)  # they come with the weights
 
     np.save("raw.npy", rows / 1.5)
     np.save("unit.npy", rows / np.linalg.norm(rows, axis=1, keepdims=True))
@@ -182,7 +182,7 @@ def test_sampling_with_guidance_equals_a_slow_uncached_loop(inputs):
     def noise_fn(x):
         return torch.full_like(x, 0.5)
 
-    # Of two steps both are DDIM's.
+    # With two steps, both are DDIM steps.
     out = train_prior.sample_embeddings(prior, condition, 2, 2.5, 0.0, noise_fn)
     x = torch.full((4, 16), 0.5)
     for t, after in [(999, 499), (499, None)]:
@@ -350,7 +350,7 @@ def test_a_finished_run_started_again_changes_nothing(emb, finished, tmp_path):
     assert "is finished at step 24" in out
     assert "test_loss" in out
     assert not differences(finished, folder)
-    # From a checkpoint that has all steps
+    # Start from a checkpoint that has taken all steps.
     whole = folder / helpers.saved(folder)[0]["file"]
     run(data=emb, run_dir="loaded", load=whole, **SMALL)
     assert [entry["step"] for entry in helpers.saved("loaded")] == [24]
@@ -375,7 +375,7 @@ def test_an_fp16_overflow_is_a_step_that_did_not_happen(emb, monkeypatch):
         runs.append((lines, overflows, state["training"]["scaler"]["scale"]))
         monkeypatch.setattr(torch.amp.GradScaler, "scale", overflowing)
     (usual, overflows, scale), disturbed = runs
-    # Some cosines are near zero.
+    # An absolute tolerance, too, because some cosines are near zero.
     usual = [pytest.approx(line, rel=1e-3, abs=1e-4) for line in usual]
     assert disturbed == (usual, overflows + 1, scale / 2)
 
@@ -464,9 +464,10 @@ def test_a_mistake_ends_in_one_line_and_a_status(words, status, message, emb, fi
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A folder with clip, briefly trained; emb, shapes that it embedded; run, on the built-in data.
+    """A folder with two CLIPs, embeddings, and a run.
 
-    And other, a CLIP of another seed.
+    clip is trained briefly, and other for one step with another seed. emb has shapes embedded by
+    clip, and run is trained on emb as the built-in data.
     """
     folder = tmp_path_factory.mktemp("world")
     sizes = dict(steps=30, batch_size=64, embed_width=16, text_width=32)
@@ -560,10 +561,10 @@ def test_a_negative_text_takes_the_place_of_no_text(world):
 
 
 def evaluated(words):
-    """{metric: value} of the command, before rounding and printing."""
+    """{metric: value} of the evaluate command, before rounding and printing."""
     found = {}
     train_prior.tracker.print_results = lambda headline, results: found.update(results)
-    train_prior.dist.setup = torch.device  # the ranks are there
+    train_prior.dist.setup = torch.device  # the ranks' group exists already
     run("evaluate", *words)
     return found
 
@@ -630,7 +631,7 @@ def test_a_run_on_captions_needs_no_text_embeddings_and_resumes_with_its_clip_al
     checkpoint.write_json(about, "emb/clip.json")
     captions = Path("emb/captions/captions_0.jsonl")
     _, *rows = captions.read_text().splitlines()
-    captions.write_text("\n".join(["{}", *rows]) + "\n")  # a damaged one costs its sample
+    captions.write_text("\n".join(["{}", *rows]) + "\n")  # a damaged caption costs its sample
     words = flags(clip="clip", run_dir="run", text_encodings="true", text_source="clip", **SHORT)
     run(*words, "--data", "emb", "--steps", 4)
     shutil.move("emb", "moved")

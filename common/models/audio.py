@@ -8,16 +8,16 @@ import numpy as np
 import torch
 
 LOUDNESS = 0.1  # root mean square after normalization; EnCodec normalizes files as well (§4.1)
-LEVEL_SECONDS = 10  # of a recording are used to measure its loudness
-MOST_GAIN = 30.0  # so that silence stays silent
-BLOCK_FRAMES = 1_500  # frames of codes or semantic tokens per pass
-MARGIN = 1024  # samples of silence appended before resampling
+LEVEL_SECONDS = 10  # the loudness of a long recording is measured on this many seconds
+MOST_GAIN = 30.0  # maximum gain, so that near-silence is not amplified to full loudness
+BLOCK_FRAMES = 1_500  # frames of codes or semantic tokens that `in_blocks` computes at a time
+MARGIN = 1024  # minimum padding before the FFT, so that the ends do not wrap around
 
 # Resampling and loudness
 
 
 def resampled_length(frames, rate, to):
-    """The number of samples that `frames` samples at `rate` have at the rate `to`, rounded up."""
+    """Number of samples after resampling `frames` samples from `rate` to `to` Hz, rounded up."""
     return -(-frames * to // rate)
 
 
@@ -30,13 +30,13 @@ def resample(wave, rate, to):
         return wave
     up, down = Fraction(to, rate).as_integer_ratio()
     length = wave.shape[-1]
-    blocks = (length + MARGIN) // down  # of `down` samples each, which become `up` samples
+    blocks = (length + MARGIN) // down  # every `down` samples become `up` samples
     blocks = 1 << blocks.bit_length()
     bins = blocks * min(up, down) // 2 + 1
     spectrum = torch.fft.rfft(wave.float(), blocks * down)
     spectrum = spectrum[..., :bins]
 
-    # Fade out the highest 14 %: an abrupt end of the spectrum would ring.
+    # Fade out the highest 14 % of the spectrum. A sharp cutoff would cause ringing.
     position = torch.linspace(0, 1, bins, device=wave.device)
     angle = (position - 0.86).clamp(min=0) / 0.14
     fade = torch.cos(angle * (math.pi / 2))
@@ -50,9 +50,9 @@ def resample(wave, rate, to):
 def level(read, length, rate):
     """(mean, gain) of a recording: (wave - mean) * gain has a root mean square of LOUDNESS.
 
-    The gain is at most MOST_GAIN. read(start, stop): samples of the recording (T,), which has
-    `length` samples at `rate`. A recording longer than LEVEL_SECONDS is measured on that many of
-    its seconds, evenly spaced.
+    The gain is at most MOST_GAIN. read(start, stop): returns samples (T,) of the recording, which
+    has `length` samples at `rate` Hz. If a recording is longer than LEVEL_SECONDS, only that many
+    evenly spaced seconds are measured.
     """
     if length <= LEVEL_SECONDS * rate:
         wave = read(0, length)
@@ -70,10 +70,10 @@ def level(read, length, rate):
 
 @torch.no_grad()
 def in_blocks(work, x, frame_in, frame_out, before, after=0):
-    """work(x[None])[0] (T · frame_out, …) for x (T · frame_in, …), computed block by block.
+    """Compute work(x[None])[0] block by block, so that an hour of audio fits in memory.
 
-    So an hour of audio fits in memory. before, after: how many frames before and after it an output
-    frame may depend on.
+    x is (T · frame_in, …), the result (T · frame_out, …). before, after: an output frame may depend
+    on this many earlier and later frames.
     """
     block = BLOCK_FRAMES * frame_in
     outputs = []
@@ -89,13 +89,13 @@ def in_blocks(work, x, frame_in, frame_out, before, after=0):
 
 # Spectra
 
-hann_window = functools.cache(torch.hann_window)  # one per length and device
+hann_window = functools.cache(torch.hann_window)  # cached for each length and device
 
 
 def stft(wave, window, hop):
-    """Complex spectra (B, frames, window // 2 + 1) of waves (B, T), in Hann windows within T.
+    """Complex spectra (B, frames, window // 2 + 1) of waves (B, T), with Hann windows, unpadded.
 
-    torch.stft is slower here: on GPUs, its gradient is only deterministic with a sort.
+    torch.stft would be slower: on GPUs, its gradient needs a sort to be deterministic.
     """
     samples = wave.unfold(1, window, hop)  # (B, frames, window)
     weights = hann_window(window, device=wave.device)
@@ -106,11 +106,11 @@ def stft_magnitude(wave, window, hop):
     """Magnitudes (B, ceil(T / hop), window // 2 + 1) of the short-time Fourier transform, in fp32.
 
     For waves x (B, T), with N = window, h = hop, the Hann window w and c = (N - h) // 2:
-    M[i, k] = |Σ_n w[n] x[i·h - c + n] exp(-2πi·k·n / N)| · 4 / N. A sine of amplitude a gives a.
+    M[i, k] = |Σ_n w[n] x[i·h - c + n] exp(-2πj·k·n / N)| · 4 / N. A sine of amplitude a gives a.
     """
     frames = -(-wave.shape[1] // hop)
     left = (window - hop) // 2  # frame i is centered on samples i * hop to (i + 1) * hop
-    length = (frames - 1) * hop + window  # of all frames together
+    length = (frames - 1) * hop + window  # of the padded wave
     right = length - left - wave.shape[1]
     wave = wave.float()
     wave = torch.nn.functional.pad(wave, (left, right))
@@ -129,7 +129,7 @@ def mel_filters(rate, window, bins, device="cpu"):
     edges = np.logspace(0, highest, bins + 2)
     edges = 700 * (edges - 1)  # Hz
     centers = edges[1:-1]
-    # Wide enough for each triangle to reach a frequency of the spectrum.
+    # Make every triangle wide enough to contain a frequency of the spectrum.
     widths = np.diff(edges)
     widths = np.maximum(widths, rate / window)
     frequencies = np.linspace(0, rate / 2, window // 2 + 1)
@@ -160,7 +160,7 @@ def si_sdr(estimate, target):
     pair = pair - pair.mean(2, keepdim=True)
     estimate, target = pair
 
-    def energy(x):  # the constant makes silence for silence 0 dB
+    def energy(x):  # with the constant, a silent estimate of silence scores 0 dB
         return x.square().sum(1) + 1e-10
 
     product = (estimate * target).sum(1)

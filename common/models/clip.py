@@ -1,8 +1,7 @@
-"""CLIP (Radford et al. 2021): a small one, and the interface that all CLIPs share.
+"""CLIP (Radford et al. 2021): a small model, and the interface shared by all CLIPs.
 
-The interface is `tokenizer`, `embed_text`, `embed_image` and `text_condition`. The small CLIP has a
-few convolutions; data/embed.py trains it in minutes. data/clips.py loads it, or a model of the
-package open_clip, by name.
+The interface is `tokenizer`, `embed_text`, `embed_image` and `text_condition`. data/embed.py trains
+the small CLIP in minutes. data/clips.py loads it, or a model from the open_clip package, by name.
 """
 
 import collections
@@ -26,7 +25,7 @@ END = 2
 BYTES = 3  # token BYTES + b is the byte b
 WORDS = BYTES + 256  # token WORDS + i is word i of the vocabulary
 WORD = re.compile(r"\w+|[^\w\s]")  # a word, or a punctuation mark
-GALLERY = 100  # number of references that `retrieval` compares
+GALLERY = 100  # number of references that `retrieval` compares with each query
 
 
 def words_of(text):
@@ -37,7 +36,7 @@ def words_of(text):
 
 
 class Tokenizer:
-    """A token for each word of `vocabulary`. Other words become a space and their UTF-8 bytes.
+    """Maps a word of `vocabulary` to a token, and other words to a space and their UTF-8 bytes.
 
     context: number of tokens per text that `__call__` returns.
     """
@@ -94,10 +93,10 @@ def note_texts(texts, encode, max_tokens):
 
 
 class Encoder(nn.Module):
-    """Shared by all CLIPs."""
+    """Base class of all CLIPs."""
 
     def note_cut(self, texts, length):
-        """`note_texts` for a model that takes `length` tokens."""
+        """Call `note_texts` for a model that takes `length` tokens per text."""
         max_tokens = min(self.context, length) - 2  # START and END
         note_texts(texts, self.tokenizer.encode, max_tokens)
 
@@ -120,7 +119,10 @@ class Encoder(nn.Module):
         }
 
     def check_fingerprint(self, where, fingerprint):
-        """UserError, starting with `where`, unless the CLIP has this fingerprint; None: any."""
+        """UserError, starting with `where`, if the CLIP has another fingerprint; None: no check.
+
+        Fingerprints of open_clip models are not compared.
+        """
         found = self.fingerprint()
         if fingerprint and found != fingerprint and "open_clip:" not in found + fingerprint:
             raise UserError(
@@ -130,7 +132,7 @@ class Encoder(nn.Module):
             )
 
     def check_widths(self, where, embed_width, encoding_width=0):
-        """UserError, starting with `where`, unless the CLIP has these widths; 0: any."""
+        """UserError, starting with `where`, if the CLIP has other widths; 0: no check."""
         found = [self.embed_width, self.encoding_width]
         expected = [embed_width or found[0], encoding_width or found[1]]
         if found != expected:
@@ -141,11 +143,11 @@ class Encoder(nn.Module):
 
 
 class CLIP(Encoder):
-    """A small convolutional image encoder and a small text transformer, with a shared space.
+    """A small convolutional image encoder and a one-block text transformer with a shared space.
 
     vocabulary: see Tokenizer. image_size: images are resized to this height and width. context:
-    longest text in tokens. embed_width, text_width: of embeddings and of text encodings; the latter
-    is a multiple of 32.
+    maximum text length in tokens. embed_width: width of embeddings. text_width: width of text
+    encodings, a multiple of 32.
     """
 
     def __init__(self, vocabulary, image_size, context, embed_width, text_width):
@@ -158,7 +160,7 @@ class CLIP(Encoder):
         self.token_embedding = nn.Embedding(len(self.tokenizer), text_width)
         self.transformer = layers.Transformer(text_width, 1, text_width // 32)
         self.text_projection = nn.Linear(text_width, embed_width, bias=False)
-        # Each convolution halves the image, down to 4x4.
+        # Each convolution halves height and width, until both are at most 4.
         encoder = []
         width_in = 3
         width = 24
@@ -169,7 +171,7 @@ class CLIP(Encoder):
             width_in = width
             width *= 2
             size = math.ceil(size / 2)
-        # Flatten instead of averaging, because captions mention places.
+        # Flatten instead of averaging, because captions mention positions.
         features = width_in * size**2
         self.image_encoder = nn.Sequential(
             *encoder,
@@ -178,7 +180,7 @@ class CLIP(Encoder):
             nn.Linear(features, embed_width, bias=False),
         )
         for convolution in encoder[::2]:
-            # He et al. 2015, for ReLU: torch's default is smaller by √6.
+            # He et al. 2015, for ReLU. torch's default weights are smaller by a factor of √6.
             nn.init.kaiming_normal_(convolution.weight)
         self.image_encoder.to(memory_format=torch.channels_last)  # twice as fast on a CPU
         nn.init.normal_(self.token_embedding.weight, std=0.02)
@@ -186,17 +188,20 @@ class CLIP(Encoder):
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
     def fingerprint(self):
-        """A digest of weights and vocabulary, which identifies the CLIP wherever its file is."""
+        """A digest of weights and vocabulary. It does not depend on the path of the CLIP's file."""
         digest = hashlib.sha256(repr(self.tokenizer.vocabulary).encode())
         for value in self.state_dict().values():
             digest.update(value.cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def embed_text(self, tokens):
-        """tokens (B, L) -> embedding (B, D), encodings (B, L, W), zero at padding, mask (B, L)."""
+        """tokens (B, L) -> (embedding (B, D), encodings (B, L, W), mask (B, L)).
+
+        Encodings are zero at padding.
+        """
         mask = tokens != PAD
         end = mask.sum(1) - 1
-        x = self.transformer(self.token_embedding(tokens))  # (B, L, W); causal, so blind to padding
+        x = self.transformer(self.token_embedding(tokens))  # (B, L, W); causal: padding is ignored
         embedding = self.text_projection(x[torch.arange(len(x), device=x.device), end])
         return embedding.float(), x * mask[..., None], mask
 
@@ -233,10 +238,10 @@ def retrieval(queries, references, captions):
     """The fraction of queries (N, D) whose nearest of 100 references (N, D) has the same caption.
 
     Queries and references are numpy embeddings of images or texts, of unit length. Row i of both
-    belongs to caption i. Each hundred rows, in order, is compared within itself; a remainder is
+    belongs to caption i. Rows are compared within consecutive groups of 100, and a remainder is
     ignored. With captions as references this is AttnGAN's R-precision (Xu et al. 2018, §4).
     """
-    captions = np.array(captions, object)  # the default would pad all to the longest
+    captions = np.array(captions, object)  # otherwise numpy pads every caption to the longest
     gallery = min(GALLERY, len(captions))
     hits = []
     for start in range(0, len(captions) - gallery + 1, gallery):

@@ -1,8 +1,8 @@
 """Gaussian diffusion: noise schedules, prediction targets, loss weights, samplers.
 
 Throughout, x_t = α_t·x₀ + σ_t·ε, where noise grows with the timestep t = 0 … T-1 (DDPM, Ho et al.
-2020, Eq. 4). The named schedules preserve the variance: α_t² + σ_t² = 1, with ᾱ_t = α_t². Rectified
-flow has α_t = 1 - σ_t.
+2020, Eq. 4). "cosine" and "linear" preserve the variance: α_t² + σ_t² = 1, with ᾱ_t = α_t².
+Rectified flow has α_t = 1 - σ_t.
 """
 
 import math
@@ -51,7 +51,7 @@ def alphas_sigmas(name, timesteps):
 def add_noise_schedule(model, cfg):
     """Register the noise schedule of `cfg` as buffers `alpha` and `sigma` of `model`, each (T,).
 
-    They are a function of the config, so they are not saved.
+    They follow from the config, so they are not saved.
     """
     name = "flow" if cfg.objective == "flow" else cfg.noise_schedule
     alpha, sigma = alphas_sigmas(name, cfg.timesteps)
@@ -60,10 +60,10 @@ def add_noise_schedule(model, cfg):
 
 
 def sample_timesteps(density, shape, timesteps, device):
-    """Random timesteps, int64 of `shape`, from a density of SD3 (Esser et al. 2024, §3.1) times T.
+    """Random timesteps, int64 of shape `shape`, from a density of SD3 (Esser et al. 2024, §3.1).
 
     "uniform"; "logit_normal" (Eq. 19), the sigmoid of a standard normal; "mode" (Eq. 20 with
-    s = 1.29), which favors the middle.
+    s = 1.29), which favors the middle. Times in [0, 1] are scaled to T = `timesteps`.
     """
     if density == "uniform":
         return torch.randint(timesteps, shape, device=device)
@@ -84,7 +84,7 @@ def extract(table, timestep, like):
 
 
 def alpha_sigma(model, timestep, like):
-    """(α_t, σ_t) of a model's noise schedule at `timestep` (…), shaped as by `extract`."""
+    """(α_t, σ_t) of a model's noise schedule at `timestep` (…), shaped by `extract`."""
     return extract(model.alpha, timestep, like), extract(model.sigma, timestep, like)
 
 
@@ -117,8 +117,8 @@ def predict_x0(objective, prediction, x_t, alpha, sigma):
 def dream(noise, predicted, sigma):
     """The noise ε + λ(ε - ε̂) of DREAM (Zhou et al. 2023, Alg. 1), with λ = σ (p = 1).
 
-    predicted: ε̂, the network's estimate at the x_t of `noise`, without gradients. Computing x_t
-    and target again with this noise brings training closer to sampling.
+    predicted: ε̂, the network's estimate of `noise` from x_t, without gradients. The caller
+    recomputes x_t and the target with the returned noise, which brings training closer to sampling.
     """
     return noise + sigma * (noise - predicted)
 
@@ -126,8 +126,8 @@ def dream(noise, predicted, sigma):
 def loss_weight(kind, objective, alpha, sigma):
     """Loss weight at each noise level (α, σ), for the squared error of the `objective`.
 
-    "min_snr": min(SNR, 5) for errors of x₀ (Hang et al. 2023, §3.4), times the squared error of x₀
-    that an error of 1 in the prediction causes.
+    "min_snr": min(SNR, 5) for the squared error of x₀ (Hang et al. 2023, §3.4). For other
+    objectives, another factor converts the squared error of the prediction to that of x₀.
     Only for flow: "cosmap" = 2/(π(1 - 2σ + 2σ²)) (Esser et al. 2024, Eq. 21), "sigma_sqrt" = σ^-2,
     which is at most T².
     """
@@ -139,25 +139,26 @@ def loss_weight(kind, objective, alpha, sigma):
         return sigma**-2
     if kind != "min_snr":
         raise ValueError(kind)
-    alpha = alpha.clamp(min=1e-10)  # it is 0 at pure noise
+    alpha = alpha.clamp(min=1e-10)  # flow's α is 0 at pure noise
     weight = ((alpha / sigma) ** 2).clamp(max=5.0)  # for x0
     x0_per_error = predict_x0(objective, 1, 0, alpha, sigma)
     return weight * x0_per_error**2
 
 
 def classifier_free_guidance(conditional, unconditional, scale):
-    """Guided prediction (Ho & Salimans 2022, Eq. 6); scale = 1 + w, where 1 is no guidance."""
+    """Guided prediction (Ho & Salimans 2022, Eq. 6). scale: 1 + w; 1 is no guidance."""
     return unconditional + scale * (conditional - unconditional)
 
 
 def variational_bound(x0, timestep, predicted_x0, interpolation, alpha, sigma):
     """The term L_t of the variational bound for 8-bit images, in bits per dimension (B,).
 
-    x0 (B, …) in [-1, 1]. The reverse steps of the model have the posterior's mean for
-    `predicted_x0` (B, …), without gradients, and variance exp(f·log β + (1-f)·log β̃), where f =
-    `interpolation` (B, …) (Nichol & Dhariwal 2021, Eq. 15 and §3.1) is (v + 1) / 2 for network
-    outputs v. timestep: (B,); alpha, sigma: (T,). The bound is T times the mean over t, plus a
-    constant.
+    x0: (B, …), in [-1, 1]. predicted_x0: (B, …); gives the mean of the model's reverse step, and
+    gets no gradients. interpolation: (B, …), the f in the reverse step's variance
+    exp(f·log β + (1-f)·log β̃) (Nichol & Dhariwal 2021, Eq. 15 and §3.1). For a network output v,
+    it is (v + 1) / 2. timestep: (B,). alpha, sigma: (T,).
+
+    The bound is T times the mean of L_t over t, plus a constant.
     """
     # Tables for q(x_t | x_{t-1}) and the true posterior q(x_{t-1} | x_t, x₀), DDPM Eq. 6 and 7.
     # β_t = 1 - (α_t/α_{t-1})² would lose more precision than σ_t² - (α_t/α_{t-1})²·σ_{t-1}².
@@ -165,27 +166,27 @@ def variational_bound(x0, timestep, predicted_x0, interpolation, alpha, sigma):
     sigma_prev = F.pad(sigma[:-1], (1, 0))
     beta = (sigma**2 - (alpha / alpha_prev * sigma_prev) ** 2).clamp(min=1e-20)
     posterior_variance = beta * (sigma_prev / sigma) ** 2  # β̃_t
-    posterior_variance[0] = posterior_variance[1]  # 0 has no logarithm
+    posterior_variance[0] = posterior_variance[1]  # it is 0, which has no logarithm
     x0_coefficient = alpha_prev * beta / sigma**2
 
     log_beta = extract(beta.log(), timestep, x0)
     log_posterior = extract(posterior_variance.log(), timestep, x0)
     log_variance = log_posterior.lerp(log_beta, interpolation)
     inverse_std = (-0.5 * log_variance).exp()
-    error = extract(x0_coefficient, timestep, x0) * (x0 - predicted_x0.detach())  # of the mean
+    error = extract(x0_coefficient, timestep, x0) * (x0 - predicted_x0.detach())  # in the mean
 
     # t > 0: KL(N(0, β̃) || N(error, exp(log_variance))).
     log_ratio = log_posterior - log_variance
     kl = 0.5 * (log_ratio.exp() - log_ratio - 1 + (error * inverse_std) ** 2)
 
-    # t = 0: minus the log of the probability of the pixel's bin (Ho et al. 2020, Eq. 13), which is
-    # a difference of two lower tails. The outermost bins extend to infinity.
+    # t = 0: the negative log-probability of the pixel's bin (Ho et al. 2020, Eq. 13), which is the
+    # log of a difference of two normal CDFs. The outermost bins extend to infinity.
     half_bin = 1 / 255
     is_outermost = x0.abs() > 0.999
     distance = torch.where(is_outermost, error * x0.sign(), error.abs())
     upper = log_ndtr((half_bin - distance) * inverse_std)
     lower = log_ndtr((-half_bin - distance) * inverse_std)
-    mass_ratio = (lower - upper).clamp(max=-1e-6).exp()  # below 1 for any variance
+    mass_ratio = (lower - upper).clamp(max=-1e-6).exp()  # < 1, so that log1p is finite
     likelihood = upper + torch.log1p(-mass_ratio.masked_fill(is_outermost, 0))
 
     kl, decoder_nll = torch.stack([kl, -likelihood]).flatten(2).mean(2)  # (B,) each
@@ -196,8 +197,8 @@ def variational_bound(x0, timestep, predicted_x0, interpolation, alpha, sigma):
 def sampling_timesteps(timesteps, steps, to_zero):
     """`steps` evenly spaced timesteps from T-1 down to 0, as in Karlo (only T-1 for one step).
 
-    to_zero: stop at T/steps - 1 instead, so that the last step is as long as the others (it is
-    "trailing" in Lin et al. 2023, Table 2). At t = 0, x_t is almost x₀ already.
+    to_zero: stop at T/steps - 1 instead, so that the last step, to x₀, is as long as the others
+    ("trailing" in Lin et al. 2023, Table 2). At t = 0, x_t is almost x₀ already.
     """
     last = timesteps / steps - 1 if to_zero or steps == 1 else 0
     stride = (timesteps - 1 - last) / max(1, steps - 1)
@@ -218,23 +219,24 @@ def sample(
 ):
     """Integrate from noise x at timestep T-1 to x₀ in `steps` steps.
 
-    `denoise(x_t, t (B,))` returns (x₀, f): the estimate of x₀, and f of a learned variance, or 0.
+    denoise(x_t, t (B,)): returns (estimate of x₀, f), where f is 0 without a learned variance.
+    alpha, sigma: (T,). noise_fn(x): returns noise like x. The last step returns the estimate of x₀.
+
     eta = 0 adds no noise: DPM-Solver++(2M), a second-order solver (Lu et al. 2022, arXiv
     2211.01095, Alg. 2). eta = 1 is ancestral sampling: the posterior of the respaced chain (DDIM,
-    Song et al. 2021, Eq. 12 and 16). The last step returns the estimate of x₀. alpha, sigma: (T,).
-    `noise_fn(x)` returns noise like x. The variance is exp(f·log β + (1-f)·log β̃) of the respaced
-    chain, times eta² (Nichol & Dhariwal 2021, Eq. 15 and §4).
+    Song et al. 2021, Eq. 12 and 16). The variance of the added noise is eta² times
+    exp(f·log β + (1-f)·log β̃) of the respaced chain (Nichol & Dhariwal 2021, Eq. 15 and §4).
 
     Inpainting (RePaint, Lugmayr et al. 2022, Alg. 1, with a jump length of 1): `kept` is (x₀, bool
-    mask), which are broadcast. Where the mask is true, the result is exactly this x₀; the rest is
+    mask); both are broadcast. Where the mask is true, the result is exactly this x₀; the rest is
     filled in. Every step but the last is taken `resample` times, with noise added again in between,
-    so that the filled part fits the kept one: 1 is fast but fits badly, 5 to 10 is usual. Because
-    x_t jumps between steps, they are first-order: DDIM for eta = 0.
+    so that the filled part fits the kept one: 1 is fast but fits badly, 5 to 10 is usual. Steps are
+    first-order here, because x_t changes between them: eta = 0 is DDIM.
     """
     log_snr = (alpha / sigma).log()  # λ of DPM-Solver: half of the log-SNR
     table = torch.stack([alpha, sigma, log_snr], 1).tolist()
-    # With noise, take the timesteps of published DDPM samplers; there are none for flow. Without
-    # noise do not step to t = 0: this step is long in λ, and 2M would extrapolate too far.
+    # With noise, use the timesteps of published DDPM samplers, except for flow, which has none.
+    # Without noise, do not step to t = 0: this step is long in λ, and 2M would extrapolate too far.
     timesteps = sampling_timesteps(len(alpha), steps, not eta or alpha[-1] == 0)
     before = None  # (x₀, h) of the previous step
     if kept:
@@ -283,10 +285,10 @@ def sample(
 def noise_generator(seeds, device, draws=1):
     """A `noise_fn(x) -> noise like x`, with one random stream per sample k, seeded by `seeds[k]`.
 
-    So a sample is the same in any batch and on any number of ranks. With fewer seeds than samples,
-    neighbors share a stream. Noise is drawn on the device, because copies from the host would
-    synchronize at every step; other kinds of devices draw other numbers. draws: how many tensors of
-    this shape to expect. Up to 64 are drawn at once, to save kernel launches.
+    A sample is therefore the same in any batch and on any number of ranks. With fewer seeds than
+    samples, neighbors share a stream. Noise is drawn on the device, because copies from the host
+    would synchronize at every step. CPUs and GPUs draw different numbers. draws: expected number of
+    calls. Noise for up to 64 calls is drawn at once, to save kernel launches.
     """
     generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
     ahead = []

@@ -1,21 +1,20 @@
 """Low-rank adapters: LoRA (Hu et al. 2021, §4.1) on the attention projections of any module.
 
-The weight of an adapted layer is weight + scale · B A (alpha equals the rank). Only the adapters
-are saved.
+An adapted layer uses weight + scale · B A (alpha equals the rank). Only the adapters are saved.
 """
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-# The projections of the attention in models/nn.py
+# The attention projections in models/nn.py
 ATTENTION = ("attention.query", "attention.key_value", "attention.out")
 
 
 class Adapter(nn.Module):
-    """An update of rank `rank` to a weight (out, in), in fp32 whatever the weight's type is.
+    """A low-rank update of a weight (out, in), in fp32 for any dtype of the weight.
 
-    B starts at zero, so there is no change at first.
+    B starts at zero, so the weight is unchanged at first.
     """
 
     matrices = ("A", "B")  # see optim.groups
@@ -36,7 +35,7 @@ class Adapter(nn.Module):
 def cast_matrices(model, dtype):
     """Store the matrices of a frozen `model` in `dtype`, to save memory.
 
-    Autocast to that type would cast them at each use anyway.
+    Autocast would cast them to `dtype` at each use anyway.
     """
     for layer in model.modules():
         if isinstance(layer, (nn.Linear, nn.Conv2d)):
@@ -44,9 +43,9 @@ def cast_matrices(model, dtype):
 
 
 def inject(model, rank):
-    """Freeze `model`, add adapters to its attention, and return a module of only the adapters.
+    """Freeze `model`, add adapters to its attention layers, and return a module of all adapters.
 
-    The returned module is trained and saved; in its names, layer a.b is "a/b".
+    The caller trains and saves this module. It names the adapter of layer a.b "a/b".
     """
     model.requires_grad_(False)
     adapters = nn.ModuleDict()
@@ -59,10 +58,10 @@ def inject(model, rank):
 
 
 def add(weights, adapters, scale=1.0):
-    """Merge: the `weights` of a model, {name: tensor}, plus `scale` · B A of the `adapters`.
+    """Merge `adapters` into a model's `weights`, {name: tensor}: add `scale` · B A to each layer.
 
-    scale: 0 for the model without its adapters, 1 for the model as trained. KeyError if they do not
-    fit.
+    scale: 0 gives the model without its adapters, 1 the model as trained. KeyError if a layer or a
+    matrix is missing.
     """
     weights = dict(weights)
     for name in sorted({key[:-2] for key in adapters}):  # without .A and .B

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 def rotary_table(positions, rotary_dim):
-    """(cos, ∓sin) stacked (2, …, N, d) for `positions` (…, N), used by `rotate`; None if d is 0.
+    """The table of `rotate` for `positions` (…, N): (cos, ∓sin), stacked as (2, …, N, d).
 
-    RoFormer, Su et al. 2021, Eq. 34, with its θ = 10000.
+    d is `rotary_dim`; None if it is 0. From RoFormer (Su et al. 2021, Eq. 34), with its base 10000.
     """
     if not rotary_dim:
         return None
@@ -29,7 +29,7 @@ def rotary_table(positions, rotary_dim):
 def rotate(x, table):
     """Rotate the pairs (i, i + d/2) of x (…, N, d) by the angles of their position, in fp32.
 
-    The tokens of x are the last N of the table. Without a table, x is returned unchanged.
+    The last N positions of the table belong to x. Without a table, x is returned unchanged.
     """
     if table is None:
         return x
@@ -85,18 +85,18 @@ class Attention(nn.Module):
 
 
 def attention_bias(mask, dtype):
-    """A bool `mask` (…, N) as a bias of attention logits: 0 where it is true, else -∞."""
+    """Convert a bool `mask` (…, N) to a bias of attention logits: 0 where it is true, else -∞."""
     bias = torch.where(mask, 0.0, -math.inf).to(dtype)
-    # Align rows to multiples of 8 numbers; GPU kernels would copy other layouts.
+    # Align rows to multiples of 8 elements. GPU kernels would copy other layouts.
     length = mask.shape[-1]
     return F.pad(bias, (0, -length % 8))[..., :length]
 
 
 def normalized(norm, function, x, groups):
-    """Apply `function` with the weights of `norm` to x, in the type of x even under autocast.
+    """Apply `function` with the weights of `norm` to x, in the dtype of x even under autocast.
 
-    torch's norms return fp32 under autocast, which the next layer must cast again. Mean and
-    variance are fp32 in both cases.
+    torch's norms return fp32 under autocast, and the next layer would cast it back. Mean and
+    variance are computed in fp32 in both cases.
     """
     with torch.autocast(x.device.type, enabled=False):
         weight = norm.weight.to(x.dtype)
@@ -105,14 +105,14 @@ def normalized(norm, function, x, groups):
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's layer norm, in the type of x."""
+    """torch's layer norm, but with outputs in the dtype of x."""
 
     def forward(self, x):
         return normalized(self, F.layer_norm, x, self.normalized_shape)
 
 
 class GroupNorm(nn.GroupNorm):
-    """torch's group norm, in the type of x."""
+    """torch's group norm, but with outputs in the dtype of x."""
 
     def forward(self, x):
         return normalized(self, F.group_norm, x, self.num_groups)
@@ -121,15 +121,16 @@ class GroupNorm(nn.GroupNorm):
 class KVCache:
     """Keys and values of all blocks, for generating token by token.
 
-    New ones are written in place, at the same index for all samples, so that no step copies the
-    past. length (B,): number of tokens of each sample, which is the position of its next token.
-    filled: number of used places, including the padding of shorter samples.
+    New keys and values are written in place, at the same index for all samples, so that no step
+    copies the earlier ones. length (B,): number of tokens in each sample, which is the position of
+    its next token. filled: number of slots in use, including the padding of shorter samples.
     """
 
     def __init__(self, cache, length, size):
-        """Make room for `size` tokens per sample, and copy `cache`; `length` (B,) of it is real.
+        """Copy `cache`, and make room for `size` tokens per sample.
 
-        cache: keys and values (B, heads, N, d) of each block.
+        cache: keys and values (B, heads, N, d) of each block. length (B,): number of tokens in each
+        sample; the rest of N is padding.
         """
         self.length = length
         self.filled = cache[0][0].shape[2]
@@ -155,7 +156,7 @@ class KVCache:
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block. The feed-forward is four times as wide, as in GPT and CLIP."""
+    """Pre-norm transformer block. Its feed-forward layer has width 4D, as in GPT and CLIP."""
 
     def __init__(self, width, num_heads, dropout, causal):
         super().__init__()
@@ -175,8 +176,8 @@ class Block(nn.Module):
     def forward(self, x, mask, table, past, num_last):
         """x (B, N, D) -> (B, num_last or N, D), and the keys and values of x.
 
-        past: keys and values (B, heads, P, d) of earlier tokens. num_last: compute only this many
-        of the last tokens, which needs a mask; the others only serve as keys.
+        past: keys and values (B, heads, P, d) of earlier tokens. num_last: compute outputs only for
+        this many last tokens; needs a mask. The others only serve as keys and values.
         """
         h = self.attention_norm(x)
         new = self.attention.keys_values(h, table)
@@ -192,7 +193,7 @@ class Block(nn.Module):
 
 
 def run_block(block, checkpointing, *inputs):
-    """Apply `block`; with `checkpointing`, it is recomputed in the backward pass."""
+    """Apply `block`. With `checkpointing`, the backward pass recomputes it."""
     if checkpointing:
         return checkpoint(block, *inputs, use_reentrant=False)
     return block(*inputs)
@@ -222,12 +223,12 @@ class Transformer(nn.Module):
         self.norm = LayerNorm(width)
 
     def forward(self, x, mask=None, cache=None, num_last=None, return_cache=False):
-        """x (B, N, D) -> (B, num_last or N, D); with `return_cache`, (the same, cache of x).
+        """x (B, N, D) -> (B, num_last or N, D); with `return_cache`, also the cache of x.
 
         mask: (N, P + N) or (B, 1, N, P + N), True = attend. Without a mask, attention is causal if
         the model is. `cache` and `num_last` need a mask.
         cache: keys and values (B, heads, P, d) of P earlier tokens, a pair for each block.
-        num_last: the last block computes only this many of the last tokens.
+        num_last: the last block computes outputs only for this many last tokens.
         """
         # SDPA aligns its own causal mask to the top left, which would hide the earlier tokens.
         assert mask is not None or cache is None
@@ -243,7 +244,7 @@ class Transformer(nn.Module):
             num_last_here = num_last if block is self.blocks[-1] else None
             inputs = (x, mask, table, past, num_last_here)
             x, new = run_block(block, self.checkpointing, *inputs)
-            if return_cache:  # otherwise free it, which saves memory with checkpointing
+            if return_cache:  # otherwise free `new`, which saves memory with checkpointing
                 new_cache.append(new)
         x = self.norm(x)
         if return_cache:
@@ -251,8 +252,8 @@ class Transformer(nn.Module):
         return x
 
     def step(self, x, cache):
-        """The next token x (B, D) of every sample -> (B, D); appends it to the KVCache."""
-        # (B, 1, 1), for heads and tokens, as each sample has its own position.
+        """Process the next token x (B, D) of every sample -> (B, D). The KVCache grows by it."""
+        # Positions (B, 1, 1), to broadcast over heads and tokens: each sample has its own.
         table = rotary_table(cache.length[:, None, None], self.rotary_dim)
         mask = cache.mask[..., : cache.filled + 1]
         x = x[:, None]
@@ -261,15 +262,15 @@ class Transformer(nn.Module):
             keys_values = cache.append(i, block.attention.keys_values(h, table))
             x = x + block.attention(h, *keys_values, mask, table)
             x = x + block.ff(block.ff_norm(x))
-        cache.length = cache.length + 1  # not in place, as the tensor belongs to the caller
+        cache.length = cache.length + 1  # not in place: the tensor belongs to the caller
         cache.filled += 1
         return self.norm(x)[:, 0]
 
 
 def compile_blocks(blocks):
-    """Let torch.compile compile each block at its first call; equal blocks are compiled only once.
+    """Let torch.compile compile each block at its first call. Equal blocks are compiled only once.
 
-    It takes minutes less than compiling a whole model.
+    This saves minutes compared with compiling the whole model.
     """
     # Blocks recompile for each shape, with and without gradients. torch's default limit is 8.
     torch._dynamo.config.recompile_limit = 128
@@ -278,9 +279,9 @@ def compile_blocks(blocks):
 
 
 def learned_tokens(count, width):
-    """A module whose `weight` (count, width) is learned tokens.
+    """A module whose `weight` (count, width) holds learned tokens.
 
-    It is an nn.Embedding, although it is never indexed, because optim.groups does not decay tables.
+    It is never indexed. It is an nn.Embedding because optim.groups does not decay embeddings.
     """
     weight = torch.randn(count, width) * 0.02
     return nn.Embedding.from_pretrained(weight, freeze=False)
@@ -289,7 +290,7 @@ def learned_tokens(count, width):
 class NullText(nn.Module):
     """The condition "no text": a CLIP's encoding of "", in buffers that are saved with the model.
 
-    They are zero until `fill` is called, or forever if no CLIP is loaded.
+    The buffers are zero until `fill` is called, and stay zero if no CLIP is loaded.
     """
 
     def __init__(self, embed_width, encoding_width, length):
@@ -300,7 +301,7 @@ class NullText(nn.Module):
             self.register_buffer("text_mask", torch.ones(1, length, dtype=torch.bool))
 
     def fill(self, condition):
-        """Copy the `condition` of the text "": {name: (1, …)}, which may have other names, too."""
+        """Copy the `condition` {name: (1, …)} of the text "". Other names are ignored."""
         self.load_state_dict(condition, strict=False)
 
     def forward(self, condition, drop):
@@ -315,8 +316,8 @@ class NullText(nn.Module):
 class TimeEmbedding(nn.Module):
     """Timesteps (…) in [0, 1000), not necessarily integers -> (…, hidden) (DDPM, App. B).
 
-    Cosines and sines at `width`/2 geometric frequencies (Vaswani et al. 2017, §3.5), then two
-    layers.
+    Cosines and sines at `width`/2 geometrically spaced frequencies (Vaswani et al. 2017, §3.5),
+    then two linear layers.
     """
 
     def __init__(self, width, hidden):
@@ -331,7 +332,7 @@ class TimeEmbedding(nn.Module):
     def forward(self, timestep):
         half = self.width // 2
         exponent = torch.arange(half, device=timestep.device, dtype=torch.float32) / half
-        # exp as in published models: a power differs by 1e-7, and timesteps multiply that by 999.
+        # exp, as in published models. A power differs by 1e-7, which timesteps multiply by 999.
         frequencies = torch.exp(-math.log(10000.0) * exponent)
         angles = timestep[..., None] * frequencies
         sinusoid = torch.cat([angles.cos(), angles.sin()], dim=-1)
@@ -339,7 +340,7 @@ class TimeEmbedding(nn.Module):
 
 
 def zero_init(layer):
-    """Set the parameters of `layer` to zero, so that it adds nothing at first; returns it."""
+    """Set the parameters of `layer` to zero, so that its output starts at zero; returns `layer`."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
     return layer

@@ -6,7 +6,7 @@ import torch
 
 
 def bicubic(x):
-    """Keys 1981, with a = -1/2."""
+    """The cubic convolution kernel (Keys 1981), with a = -1/2."""
     x = x.abs()
     inner = (1.5 * x - 2.5) * x**2 + 1
     outer = (2.5 - 0.5 * x) * x - 4
@@ -16,32 +16,32 @@ def bicubic(x):
 
 
 def box(x):
-    """The mean of the pixels."""
+    """The box kernel, which averages pixels."""
     inside = (x > -0.5) & (x <= 0.5)
     return inside.double()
 
 
-KERNELS = {"bicubic": bicubic, "box": box}  # functions of the distance x in coarser pixels
+KERNELS = {"bicubic": bicubic, "box": box}  # functions of the distance x, in larger pixels
 
 
 @functools.lru_cache(maxsize=64)
 def _weights(length, size, mode, device):
-    """The matrix (size, length) that resizes a line to `size` pixels like Pillow, in float32."""
+    """The float32 matrix (size, length) that resizes a line to `size` pixels as Pillow does."""
     ratio = length / size
     centers = torch.arange(size, dtype=torch.float64) + 0.5
     centers = centers[:, None] * ratio
     distances = torch.arange(length) - centers + 0.5
-    scale = max(1.0, ratio)  # when shrinking, widen kernels, so that all pixels count
+    scale = max(1.0, ratio)  # when shrinking, widen the kernel, so that all pixels count
     table = KERNELS[mode](distances * (1 / scale))
     table = table / table.sum(1, keepdim=True)
     return table.to(device, torch.float32)
 
 
 def resize(images, size, mode="bicubic"):
-    """Resize float images (B, C, H, W) so that the shorter side is `size`; the other rounds down.
+    """Resize float images (B, C, H, W) so that the shorter side is `size`.
 
-    The modes "bicubic" and "box" are those of Pillow, with antialiasing. "bicubic" overshoots at
-    sharp edges; the caller may clamp the result.
+    The longer side is rounded down. The modes "bicubic" and "box" match Pillow's, with
+    antialiasing. "bicubic" overshoots at sharp edges; the caller may clamp the result.
     """
     _, _, height, width = images.shape
     shorter = min(height, width)
@@ -51,7 +51,7 @@ def resize(images, size, mode="bicubic"):
     new_width = size * width // shorter
     rows = _weights(height, new_height, mode, images.device)
     columns = _weights(width, new_width, mode, images.device)
-    with torch.autocast(images.device.type, enabled=False):  # sums of many pixels
+    with torch.autocast(images.device.type, enabled=False):  # sums of many pixels need fp32
         resized = images.float() @ columns.T
         resized = rows @ resized
     return resized.to(images.dtype)
@@ -66,11 +66,12 @@ def resize_windows(
     new_size,
     mode="bicubic",
 ):
-    """Windows (B, C, T, T) of images resized to `size`, T = `new_size`, beginning at `new_starts`.
+    """Resize windows of square images just as `resize` would resize the whole images.
 
-    windows (B, C, S, S): windows of the original images, which have sides of `length`, beginning at
-    `starts`. They must have all pixels that the new windows depend on. starts, new_starts (B, 2):
-    pixels down and right.
+    length, size: sides of the original and of the resized images. windows (B, C, S, S): begin at
+    `starts` in the original images, and include all pixels that the result depends on. Returns
+    windows (B, C, T, T), T = `new_size`, which begin at `new_starts` in the resized images. starts,
+    new_starts (B, 2): pixels from the top and from the left.
     """
     table = _weights(length, size, mode, windows.device)
     pixel = torch.arange(length, device=windows.device)
@@ -115,7 +116,7 @@ def to_uint8(images):
 
 
 def blur(images, sigma):
-    """Gaussian blur of images (B, C, H, H), with a sigma (B,) in pixels for each.
+    """Gaussian blur of square images (B, C, H, H), with a sigma (B,) in pixels for each image.
 
     At the edges, only pixels inside the image count.
     """
@@ -133,7 +134,7 @@ def blur(images, sigma):
 def central_square(images, ratio=1):
     """The largest central squares (B, C, S, S) of images (B, C, H, W).
 
-    ratio: maximum ratio of the longer side to the shorter one; above 1, the result is no square.
+    ratio: maximum ratio of the longer side to the shorter one; above 1, the result is not square.
     """
     longest = ratio * min(images.shape[2:])
     for dim in (2, 3):
@@ -145,11 +146,14 @@ def central_square(images, ratio=1):
 
 
 def crop(images, size, corners):
-    """Squares of `size` from images (B, C, H, W), at `corners` (B, 2): pixels down and right."""
+    """Squares of side `size` from images (B, C, H, W).
+
+    corners (B, 2): first row and first column of each square.
+    """
     windows = images.unfold(2, size, 1)
     windows = windows.unfold(3, size, 1)  # (B, C, tops, lefts, size, size)
     samples = torch.arange(len(images), device=images.device)
     top, left = corners.T
     crops = windows[samples, :, top, left]
-    # Contiguous, because noise drawn like it depends on the layout.
+    # Contiguous, because torch.randn_like draws other numbers for other memory layouts.
     return crops.contiguous()

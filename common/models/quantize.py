@@ -12,7 +12,7 @@ from common import dist
 def nearest_codes(x, codebook):
     """Codes (N,) int64 of the vectors in `codebook` (K, D) that are nearest to x (N, D).
 
-    Always in fp32: with rounded products, the wrong one of two close codes may win.
+    Products are in full fp32 precision. Otherwise, the wrong one of two close codes could win.
     """
     # |x - c|² / 2 = |x|² / 2 + |c|² / 2 - x·c; the first term is the same for all codes.
     half_squares = codebook.square().sum(-1) / 2
@@ -26,16 +26,16 @@ def nearest_codes(x, codebook):
 
 @torch.no_grad()
 def kmeans(x, size, generator, rounds=10):
-    """k-means of x (N, D): centers (K, D), and the number of vectors (K,) that belong to each.
+    """k-means of x (N, D) with K = `size`: (centers (K, D), number of vectors per center (K,)).
 
     k-means++ (Arthur & Vassilvitskii 2007, Section 2.2), then `rounds` >= 1 of Lloyd's algorithm.
     """
     # The probability that a vector becomes the next center is proportional to its squared distance
-    # to the nearest center so far. Numbers are drawn on the CPU, so that they are the same for all
-    # devices. They are in (0, 1], so that no index is past the end, or has a distance of 0.
+    # to the nearest center so far. Random numbers are drawn on the CPU, so that all devices use the
+    # same. They are in (0, 1], because 0 could pick a vector that is a center already.
     uniform = 1 - torch.rand(size, generator=generator, dtype=torch.float64)
     centers = x.new_empty(size, x.shape[1])
-    distances = torch.full_like(x[:, 0], 1e30)  # equal, so that the first center is uniform
+    distances = torch.full_like(x[:, 0], 1e30)  # equal, so that the first center is drawn uniformly
     for k in range(size):
         distances_on_cpu = distances.cpu().double()
         cumulative = distances_on_cpu.cumsum(0)
@@ -60,14 +60,15 @@ def kmeans(x, size, generator, rounds=10):
 class ResidualQuantizer(torch.nn.Module):
     """Q quantizers in a row: each quantizes the residual of the previous ones.
 
-    Codebooks are moving averages (van den Oord et al. 2017, App. A.1), with Laplace smoothing. In
-    training mode with gradients enabled, `forward` gathers statistics of each chunk. After the step
-    all ranks call `update`, or `discard` if the step overflowed.
+    A code's vector is the moving average of the inputs assigned to it (van den Oord et al. 2017,
+    App. A.1), with Laplace smoothing. In training mode with gradients enabled, `forward` gathers
+    statistics of each chunk. After the step, all ranks call `update`, or `discard` if the step
+    overflowed.
 
     In training, each sample uses only its first n quantizers, n uniform in 1..Q (Section III-C).
 
-    width: D. decay: of the averages, per step. dead_below: codes used less than this share of their
-    quantizer's mean are replaced; 0: never.
+    width: D. decay: the averages' decay per step. dead_below: a code is replaced if its use is
+    below this share of the mean use in its quantizer; 0: never.
     """
 
     def __init__(self, width, num_quantizers, codebook_size, decay, dead_below):
@@ -85,19 +86,20 @@ class ResidualQuantizer(torch.nn.Module):
         # For each code: the number of its vectors since the last update, and their sum.
         pending = torch.zeros(num_quantizers, codebook_size, 1 + width)
         self.register_buffer("pending", pending, persistent=False)
-        self._candidates = None  # (Q, N, D), N <= K inputs of the quantizers, from the first chunk
+        self._candidates = None  # (Q, N, D), N <= K inputs of each quantizer, from the first chunk
 
     @property
     def ready(self):
-        """True once there are codebooks. On a GPU this synchronizes, so avoid it in a step."""
+        """True once the codebooks are initialized. Synchronizes with a GPU; avoid it in a step."""
         return bool(self.initialized)
 
     @torch.compiler.disable  # a compiled graph cannot change buffers and matrix precision
     def forward(self, z):
-        """z (B, T, D) -> (quantized (B, T, D), codes (B, T, Q), loss). Not `ready`: z, zeros and 0.
+        """z (B, T, D) -> (quantized (B, T, D), codes (B, T, Q), loss).
 
-        Gradients are straight-through. loss: commitment, the mean squared difference between each
-        quantizer's input and its code's vector (held constant), averaged over the active
+        Until the codebooks are initialized, these are z, zeros and 0. Gradients are
+        straight-through. loss: the commitment loss, which is the mean squared difference between
+        each quantizer's input and its code's vector (held constant), averaged over the active
         quantizers of a sample, then over samples.
         """
         x = z.float()
@@ -110,7 +112,7 @@ class ResidualQuantizer(torch.nn.Module):
         errors = squares.mean((2, 3))  # (Q, B)
 
         active = torch.ones_like(errors, dtype=torch.bool)
-        if self.training:  # only the first n of each sample
+        if self.training:  # each sample uses only its first n quantizers
             n = torch.randint(1, self.num_quantizers + 1, (len(z),), device=z.device)
             active = active.cumsum(0) <= n  # cumsum counts the quantizers: 1, 2, …, Q
 
@@ -130,17 +132,17 @@ class ResidualQuantizer(torch.nn.Module):
         return quantized, codes, loss
 
     def gather(self, inputs, codes, active):
-        """Add the active inputs (Q, B, T, D) of codes (B, T, Q) to the statistics for `update`."""
+        """Add the active inputs (Q, B, T, D) to the statistics of their codes (B, T, Q)."""
         rows = F.pad(inputs, (1, 0), value=1.0)  # the new column counts vectors
         rows = rows * active
         offsets = self.codebook_size * torch.arange(self.num_quantizers, device=codes.device)
         places = codes + offsets
-        places = places.movedim(-1, 0)  # (Q, B, T), rows of all codebooks together
+        places = places.movedim(-1, 0)  # (Q, B, T), rows of the concatenated codebooks
         pending = self.pending.flatten(0, 1)  # a view
         pending.index_add_(0, places.flatten(), rows.flatten(0, 2))
         if self._candidates is None:
             inputs = inputs.flatten(1, 2)  # (Q, N, D)
-            # Evenly spaced frames, so there is nothing random, and none is taken twice.
+            # Take evenly spaced frames: no random numbers are needed, and no frame is taken twice.
             count = inputs.shape[1]
             most = min(self.codebook_size, count)
             frames = torch.arange(most) * count // most
@@ -173,8 +175,8 @@ class ResidualQuantizer(torch.nn.Module):
     def initialize(self, z, seed, per_step):
         """Initialize all codebooks by k-means on rank 0's z (N, D), fp32. All ranks get them.
 
-        per_step: vectors per training step, which is the initial weight of the averages. With the
-        weight of all N vectors, codes would hardly move at first.
+        per_step: number of vectors in a training step. It is the initial weight of the averages:
+        with the weight of all N vectors, codes would hardly move at first.
         """
         if dist.is_main():
             residual = z
@@ -195,13 +197,13 @@ class ResidualQuantizer(torch.nn.Module):
     def update(self, seed):
         """Update the codebooks with the statistics of all ranks. Call it on all ranks after a step.
 
-        seed: must depend on the step.
+        seed: picks the new vectors of dead codes; must depend on the step.
         """
         if dist.world_size() > 1:
             td.all_reduce(self.pending)
         counts = self.pending[..., 0]
         sums = self.pending[..., 1:]
-        # (Q, 1). False for quantizers that were dropped in all samples, and if not `ready`.
+        # (Q, 1). False for quantizers that no sample used, and before initialization.
         used = counts.any(-1, keepdim=True) & self.initialized
         rate = (1 - self.decay) * used
         self.ema_count += rate * (counts - self.ema_count)
@@ -217,8 +219,8 @@ class ResidualQuantizer(torch.nn.Module):
         least = self.dead_below * mean_count  # (Q, 1)
         dead = used & (self.ema_count < least)  # (Q, K)
         if dead.any():
-            # Replace dead codes by candidates, which `gather` took from rank 0's first chunk. Each
-            # is used at most once; if there are too few, the other codes wait for the next update.
+            # Replace dead codes with inputs that `gather` took from rank 0's first chunk. Each is
+            # used at most once. If there are too few, the other codes wait for the next update.
             generator = torch.Generator().manual_seed(seed)
             count = self._candidates.shape[1]
             order = torch.randperm(count, generator=generator).to(dead.device)
@@ -228,7 +230,8 @@ class ResidualQuantizer(torch.nn.Module):
             picks = self._candidates.gather(1, number[..., None].expand_as(self.codebook))
             dist.broadcast_tensor(picks)  # (Q, K, D)
             dist.broadcast_tensor(dead)  # other ranks may have fewer candidates
-            # Just alive: if no input uses the new code, it is dead again at the next update.
+            # Start with the lowest count of a live code. If no input uses the new code, it is dead
+            # again at the next update.
             counts = torch.where(dead, least, self.ema_count)
             self.ema_count.copy_(counts)
             dead = dead[..., None]
@@ -240,6 +243,6 @@ class ResidualQuantizer(torch.nn.Module):
         self.discard()
 
     def discard(self):
-        """Forget the statistics since the last update."""
+        """Clear the statistics gathered since the last update."""
         self.pending.zero_()
         self._candidates = None

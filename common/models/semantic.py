@@ -4,14 +4,14 @@
     tokenizer.fit(x, seed)                                     # features (N, D) of many waves
     tokens = tokenizer.encode(wave)                            # int64 (T,)
 
-They encode content, not speaker identity. AudioLM (Borsos et al. 2022, §III-B) has 1,024 clusters
-of layer 7 of w2v-BERT XL, at 25 tokens per second. That model is not published; w2v-BERT 2.0 is of
-the same family. HuBERT (Hsu et al. 2021, §III-A) and WavLM (Chen et al. 2021) are used in the same
-way.
+Semantic tokens encode content, not speaker identity. AudioLM (Borsos et al. 2022, §III-B) clusters
+layer 7 of w2v-BERT XL into 1,024 tokens, at 25 per second. w2v-BERT XL is not published; w2v-BERT
+2.0 is from the same family. HuBERT (Hsu et al. 2021, §III-A) and WavLM (Chen et al. 2021) work the
+same way.
 
 To add features, write a class like MFCC, or like SpeechLayer in interop/speech.py. A semantic model
-without k-means replaces KMeans: it needs `clusters`, `num_quantizers`, `encode` and, if it is
-fitted, `fit` and the buffers that it fills. It must give FRAME_RATE tokens per second.
+without k-means can replace KMeans. It needs `clusters`, `num_quantizers` and `encode`; if it is
+fitted, also `fit` and the buffers that `fit` fills. It must return FRAME_RATE tokens per second.
 """
 
 import numpy as np
@@ -27,16 +27,16 @@ HOP = 160  # samples
 WINDOW = 400  # samples
 FLOOR = 1e-3  # minimum mel magnitude
 MEL_BINS = 26
-LLOYD_ROUNDS = 30  # of k-means
+LLOYD_ROUNDS = 30  # iterations of k-means
 
 
 class MFCC:
     """Mel cepstra (Davis & Mermelstein 1980): the orthonormal DCT-II of the log-mel spectrum.
 
-    The constant coefficient, which is loudness, is left out. width: number of coefficients.
+    The constant coefficient, which measures loudness, is left out. width: number of coefficients.
     """
 
-    # As on the telephone, whose bandwidth suffices to understand speech.
+    # The sample rate of the telephone, whose bandwidth is enough to understand speech.
     sample_rate = 8_000
     width = 12
 
@@ -53,18 +53,19 @@ class KMeans(nn.Module):
     """Maps each 20 ms of a wave to the nearest of `clusters` centers in feature space.
 
     features: maps a wave (1, T) at its `sample_rate` to (1, T', `width`), like MFCC. Features are
-    normalized with the mean and deviation of the training data. So, with MFCC, a prompt has the
-    same tokens as within its recording; layers of published models see a whole block. Long
-    recordings are processed in blocks, so that an hour fits in memory.
+    normalized with the mean and standard deviation of the training data. With MFCC, a prompt
+    therefore gets the same tokens as it does within its recording. Layers of published models
+    depend on a whole block. Long recordings are processed in blocks, so that an hour fits in
+    memory.
     """
 
-    num_quantizers = 1  # a codec has more tokens a frame
+    num_quantizers = 1  # tokens per frame; a codec has more
 
     def __init__(self, clusters, features, sample_rate):
         super().__init__()
         self.clusters = clusters
         self.frames_of = features
-        self.sample_rate = sample_rate  # of all recordings, also those for `fit`
+        self.sample_rate = sample_rate  # of all waves, also those for `fit`
         self.register_buffer("centers", torch.zeros(clusters, features.width))
         self.register_buffer("mean", torch.zeros(features.width))
         self.register_buffer("std", torch.ones(features.width))
@@ -73,7 +74,7 @@ class KMeans(nn.Module):
         """Features (ceil(seconds * FRAME_RATE), D) of a wave (T,) at `sample_rate`."""
         rate = self.frames_of.sample_rate
         wave = resample(wave.to(self.centers.device), self.sample_rate, rate)
-        # A block also sees a second before and after it.
+        # The features of a block also depend on the second before it and the second after it.
         return in_blocks(self.frames_of, wave, rate // FRAME_RATE, 1, FRAME_RATE, FRAME_RATE)
 
     def fit(self, x, seed):

@@ -1,4 +1,4 @@
-"""SoundStream (Zeghidour et al. 2021): the codec, its discriminators, and the losses of both.
+"""SoundStream (Zeghidour et al. 2021): the codec, its discriminators, and their losses.
 
 train_audio.py lists the differences from the paper.
 """
@@ -13,12 +13,12 @@ from torch import nn
 from common.models import audio
 from common.models.quantize import ResidualQuantizer
 
-# A code is dead if its use is below this share of its quantizer's mean. The paper's threshold, 2
-# vectors per batch, depends on the batch, and is harsher on the last quantizers, which dropout
-# often leaves out.
+# A code is dead if its use is below this share of the mean use in its quantizer. The paper's
+# threshold of 2 vectors per batch depends on the batch size, and replaces more codes in the last
+# quantizers, which dropout often skips.
 DEAD_BELOW = 0.2
 INNER_SCALE = 10.0  # waves are multiplied by this inside the codec: LOUDNESS becomes an RMS of 1
-MEL_FLOOR = 3e-4  # of magnitudes, 50 dB below LOUDNESS; quieter detail is not learned
+MEL_FLOOR = 3e-4  # minimum mel magnitude, 50 dB below LOUDNESS; quieter detail is not learned
 
 
 # Model (SoundStream §III-A, §III-B)
@@ -27,7 +27,7 @@ MEL_FLOOR = 3e-4  # of magnitudes, 50 dB below LOUDNESS; quieter detail is not l
 class CausalConv(nn.Conv1d):
     """Convolution padded only on the left: (B, C, T) -> (B, C', T / stride).
 
-    An output sees no inputs after the end of its own stride.
+    Output t depends only on inputs before (t + 1) · stride.
     """
 
     def forward(self, x):
@@ -41,11 +41,11 @@ class CausalUpsample(nn.ConvTranspose1d):
 
     def forward(self, x):
         out = super().forward(x)
-        return out[..., : -self.stride[0]]  # the rest would need later inputs
+        return out[..., : -self.stride[0]]  # the last stride would need one more input
 
 
 class FastELU(torch.autograd.Function):
-    """ELU in fp32 on CPUs, up to rounding: torch's takes up to 8 times as long with AVX-512."""
+    """ELU for fp32 on CPUs. With AVX-512, torch's takes up to 8 times as long."""
 
     @staticmethod
     def forward(ctx, x):
@@ -109,7 +109,8 @@ class SoundStream(nn.Module):
         # neighboring samples.
         power_ratio = 1 + a * a - 1.8 * a
         self.emphasis_gain = power_ratio**-0.5
-        # Bound on how many earlier frames a frame depends on: about 80 per stride, if all are 1.
+        # Upper bound on the number of earlier frames that a frame depends on. If all strides are 1,
+        # each of them adds about 80.
         self.reach = 100 * len(cfg.strides)
 
         # The decoder mirrors the encoder, so build it from its end.
@@ -157,7 +158,7 @@ class SoundStream(nn.Module):
     def deemphasize(self, wave):
         """The inverse of `emphasize`, for waves (..., T).
 
-        It is the sum of a^n wave[t-n]. Each iteration doubles the number of terms.
+        It is the sum of a^n wave[t-n] over n. Each iteration doubles the number of terms.
         """
         wave = wave / self.emphasis_gain
         a = self.pre_emphasis
@@ -169,15 +170,15 @@ class SoundStream(nn.Module):
         return wave
 
     def encode_latents(self, wave):
-        """Frames (B, ceil(T / hop_length), D) of emphasized waves (B, T)."""
+        """Latent frames (B, ceil(T / hop_length), D) of emphasized waves (B, T)."""
         missing = -wave.shape[1] % self.hop_length
-        x = F.pad(wave, (0, missing))  # silence, up to a whole frame
+        x = F.pad(wave, (0, missing))  # silence fills the last frame
         x = x[:, None] * INNER_SCALE  # ELUs are almost linear for much smaller inputs
         latents = self.encoder(x)  # (B, D, frames)
         return latents.transpose(1, 2)
 
     def decode_latents(self, latents):
-        """Emphasized waves (B, T · hop_length) of frames (B, T, D), in fp32."""
+        """Emphasized waves (B, T · hop_length), in fp32, from latent frames (B, T, D)."""
         x = self.decoder(latents.transpose(1, 2))
         wave = x[:, 0].float()  # the only channel
         return wave / INNER_SCALE
@@ -200,7 +201,7 @@ class SoundStream(nn.Module):
         return codes.cpu()
 
     def decode(self, codes):
-        """The wave (frames · hop_length,) of codes (frames, n) of n quantizers, on the CPU."""
+        """The wave (frames · hop_length,) of codes (frames, n), n <= Q quantizers, on the CPU."""
 
         def work(block):
             return self.decode_latents(self.quantizer.decode(block))
@@ -214,9 +215,9 @@ class SoundStream(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Base of both kinds of discriminators: layers over `transform(wave)`.
+    """Base class of both kinds of discriminators: `layers` are applied to `transform(wave)`.
 
-    MelGAN has a slope of 0.2, and weight norm.
+    Unlike MelGAN, the leaky ReLU has a slope of 0.1, not 0.2, and there is no weight norm.
     """
 
     def forward(self, wave):
@@ -232,7 +233,7 @@ class Discriminator(nn.Module):
 class WaveDiscriminator(Discriminator):
     """Strided, grouped convolutions over a wave (MelGAN, Kumar et al. 2019, Table 1b).
 
-    downsample: the wave is first average-pooled to 1 / downsample of its rate.
+    downsample: the factor by which average pooling first reduces the sample rate.
     """
 
     def __init__(self, channels, downsample):
@@ -246,10 +247,10 @@ class WaveDiscriminator(Discriminator):
                 count_include_pad=False,
             )
         layers = [nn.Conv1d(1, channels, 15, padding=7)]
-        # Channels grow by 4 per layer, to at most 64 times.
+        # Each layer has four times as many channels as the one before, up to 64 · `channels`.
         widths = [channels * mult for mult in (1, 4, 16, 64, 64)]
         for narrow, wide in itertools.pairwise(widths):
-            groups = math.gcd(narrow, narrow // 4)  # four channels each, if 4 divides `narrow`
+            groups = math.gcd(narrow, narrow // 4)  # of 4 channels each, if 4 divides `narrow`
             convolution = nn.Conv1d(
                 narrow,
                 wide,
@@ -281,14 +282,15 @@ class STFTUnit(nn.Module):
         h = F.leaky_relu(self.conv1(x), 0.1)
         h = self.conv2(h)  # (B, C', F / 2, T or T / 2)
         shortcut = self.shortcut(x)
-        return h + shortcut[..., : h.shape[3]]  # for odd T it has one frame more
+        return h + shortcut[..., : h.shape[3]]  # for odd T, the shortcut has one more frame
 
 
 class STFTDiscriminator(Discriminator):
     """Residual units over the short-time Fourier transform (SoundStream §III-D, Fig. 4).
 
-    Its real and imaginary parts are two channels. The paper specifies neither activation nor
-    shortcut: here they are a leaky ReLU, as over waves, and a strided convolution of kernel 1.
+    The real and imaginary parts are two channels. The paper specifies neither activation nor
+    shortcut. Here, the activation is a leaky ReLU, as in WaveDiscriminator, and the shortcut is a
+    strided convolution with kernel size 1.
     """
 
     def __init__(self, channels, window):
@@ -297,7 +299,7 @@ class STFTDiscriminator(Discriminator):
         layers = [nn.Conv2d(2, channels, 7, padding=3)]  # real and imaginary part
         widths = [channels * mult for mult in (1, 2, 4, 4, 8, 8, 16)]
         for i, (narrow, wide) in enumerate(itertools.pairwise(widths)):
-            # Every unit halves the frequencies, every second one halves the frames.
+            # Every unit halves the frequencies, and every second unit also halves the frames.
             stride = (2, 1 + i % 2)
             layers.append(STFTUnit(narrow, wide, stride))
         self.layers = nn.ModuleList(layers)
@@ -306,14 +308,14 @@ class STFTDiscriminator(Discriminator):
     def transform(self, wave):
         """Real and imaginary parts (B, 2, F, T') of waves (B, T), F = window / 2, in fp32."""
         half = self.window // 2
-        # Reflect the ends. The gradient of torch's reflection is not deterministic on GPUs.
+        # Pad by reflection. On GPUs, the gradient of torch's own reflection is not deterministic.
         left = wave[:, 1 : half + 1]
         right = wave[:, -half - 1 : -1]
         wave = torch.cat([left.flip(1), wave, right.flip(1)], dim=1)
         with torch.autocast(wave.device.type, enabled=False):
             spectrum = audio.stft(wave.float(), self.window, self.window // 4)
             spectrum = spectrum[..., :-1]  # without the highest frequency
-            # Convolutions are real, over two channels, as in the paper.
+            # Two real channels, for real convolutions, as in the paper.
             x = torch.view_as_real(spectrum)  # (B, T', F, 2)
             return x.permute(0, 3, 2, 1)
 
@@ -321,7 +323,8 @@ class STFTDiscriminator(Discriminator):
 def make_discriminators(channels, stft_window):
     """Three wave discriminators, at 1, 1/2 and 1/4 of the rate, and one STFT discriminator.
 
-    channels: of the codec's first layer; the first layer of a wave discriminator has half as many.
+    channels: number of channels in the codec's first layer. The STFT discriminator starts with as
+    many, a wave discriminator with half as many.
     """
     channels = max(1, channels // 2)
     waves = [WaveDiscriminator(channels, downsample) for downsample in (1, 2, 4)]
@@ -335,10 +338,10 @@ def make_discriminators(channels, stft_window):
 def spectral_distance(fake, real, sample_rate, seconds):
     """Mean absolute difference (B,) of the log-mel spectra of waves (B, T), in nats.
 
-    The mean is over six windows, over frames a quarter of a window apart, and over 64 mel bins. The
-    longest window lasts `seconds`; each of the others is half as long as the next. The paper's
-    windows (Eq. 4, 5) have 64, 128, … 2,048 samples at 24 kHz (85 ms). It takes sums, and adds an
-    L1 distance without logarithms.
+    The mean is over six window lengths, over frames a quarter of a window apart, and over 64 mel
+    bins. The longest window lasts `seconds`; each further window is half as long as the one before.
+    The paper (Eq. 4, 5) has windows of 64, 128, … 2,048 samples at 24 kHz (2.7 to 85 ms). It sums
+    instead of averaging, takes the L2 norm of log spectra, and adds the L1 norm without logarithms.
     """
     distances = []
     for halvings in range(6):
@@ -369,10 +372,11 @@ def reconstruction_loss(fake, real, cfg):
 
 
 def adversarial_loss(discriminators, fake, real):
-    """The codec's (hinge loss (Eq. 2), feature matching loss), means over discriminators.
+    """The codec's hinge loss (Eq. 2) and feature matching loss, both means over discriminators.
 
-    Feature matching is the L1 distance of features (Eq. 3), relative to the size of the real ones
-    (EnCodec Eq. 3), so that its weight means the same at any width. It is a mean over layers.
+    Feature matching is the L1 distance between the features of fake and real waves (Eq. 3), divided
+    by the mean magnitude of the real features (EnCodec Eq. 3), and averaged over layers. With the
+    division, the loss does not depend on the features' scale.
 
     The discriminators are frozen meanwhile, so that the codec's step leaves no gradients in them.
     """
@@ -396,15 +400,15 @@ def adversarial_loss(discriminators, fake, real):
 
 
 def discriminator_loss(discriminators, fake, real, r1_weight):
-    """The discriminators' hinge loss (Eq. 1) for waves (B, T), a mean over them.
+    """The discriminators' hinge loss (Eq. 1) for waves (B, T), a mean over discriminators.
 
-    r1_weight: of the R1 penalty, the squared norm of a sample's gradient at real waves (γ/2 in
-    Mescheder et al. 2018, Eq. 9); 0: none.
+    r1_weight: weight of the R1 penalty, the squared norm of the scores' gradient at a real wave
+    (γ/2 in Mescheder et al. 2018, Eq. 9); 0: no penalty.
     """
-    # No gradient reaches the codec. The codec is not run again, so that the codebooks' statistics
-    # count every sample once.
+    # `fake` is detached: no gradient reaches the codec. It is not recomputed, because a second
+    # codec pass would count every sample twice in the codebooks' statistics.
     waves = torch.cat([real, fake.detach()])
-    real = real.detach().requires_grad_()  # R1 takes gradients at the waves
+    real = real.detach().requires_grad_()  # R1 needs the gradient at the waves
     losses = []
     for discriminator in discriminators:
         score, _ = discriminator(waves)

@@ -22,7 +22,7 @@ TEXT_DEPTH = 2  # blocks of the text encoder
 
 
 class Stream(NamedTuple):
-    """One kind of tokens: frames of Q codes, each below K."""
+    """One kind of token, in frames of Q codes, each below K."""
 
     name: str
     num_quantizers: int  # Q
@@ -49,9 +49,9 @@ def stream_offsets(streams):
 def build_sequence(streams, codes):
     """(embedding rows (N,) for the streams of a recording, position of the last start token).
 
-    codes: int64 (T, Q) for each stream. For example the coarse stage, with three semantic tokens
-    and two frames of two quantizers. C01 is the code of quantizer 1 in frame 0; <s> and <c> are
-    start tokens:
+    codes: int64 (T, Q) for each stream. This example is from the coarse stage, with three semantic
+    tokens and two frames of two quantizers. C01 is the code of quantizer 1 in frame 0; <s> and <c>
+    are start tokens:
 
         position   0    1    2    3    4    5    6    7    8
         input     <s>  S0   S1   S2   <c>  C00  C01  C10  C11
@@ -110,9 +110,9 @@ class TokenTransformer(nn.Module):
     """A causal transformer over token streams, which predicts the last stream.
 
     Each quantizer has its own embeddings, and its own output head over K codes and EOS; only the
-    first head predicts EOS. Text is not in AudioLM. It is a prefix, as in SPEAR-TTS (Kharitonov et
-    al. 2023), and is sometimes dropped in training, for guidance. A model without a vocabulary
-    takes no text.
+    first head predicts EOS. AudioLM has no text. Here, text is a prefix, as in SPEAR-TTS
+    (Kharitonov et al. 2023). Training sometimes drops it, for classifier-free guidance. A model
+    without a vocabulary takes no text.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class TokenTransformer(nn.Module):
         return parts
 
     def condition(self, texts, drop=False):
-        """Embeddings (B, L, D) of B texts, with "no text" where `drop` (B,) is true, and for "".
+        """Embeddings (B, L, D) of B texts; "no text" where `drop` (B,) is true or the text is "".
 
         None for a model without text.
         """
@@ -236,7 +236,7 @@ class TokenTransformer(nn.Module):
 
 
 class SamplingParams(NamedTuple):
-    temperature: float = -1.0  # 0: the most probable code, below 0: as trained
+    temperature: float = -1.0  # 0: the most probable code, below 0: cfg.temperature
     top_k: int = 0  # 0: all codes
     guidance_scale: float = 1.0  # 1: none
 
@@ -251,7 +251,8 @@ def sample_token(logits, uniform, sampling):
     K = logits.shape[1]
     top_logits, codes = logits.topk(min(sampling.top_k or K, K))  # (B, k), most probable first
     # Inverse transform sampling, in integers, because cumsum of floats is not deterministic on
-    # GPUs. Probabilities are multiples of 2^-32, random numbers of 2^-24, as from torch.rand.
+    # GPUs. Probabilities are in units of 2^-32, and random numbers in units of 2^-24, the
+    # resolution of torch.rand.
     probabilities = (top_logits / sampling.temperature).softmax(1)
     cumulative = (probabilities * 2**32).long().cumsum(1)  # (B, k)
     threshold = (uniform * 2**24).long()[:, None] * cumulative[:, -1:]
@@ -262,11 +263,12 @@ def sample_token(logits, uniform, sampling):
 
 @torch.no_grad()
 def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
-    """Generate frames (T, Q) that continue the last stream of each of B samples, up to EOS.
+    """Continue the last stream of each of B samples up to EOS. Returns the new frames, B of (T, Q).
 
-    samples: B lists of the codes (T, Q) of each stream; those of the last stream may be empty.
-    min_frames, max_frames: B minimum and maximum numbers of frames to add. seeds: B; a sample's
-    random numbers depend only on its own seed. texts: B, or none; "" is no text.
+    samples: for each sample, the codes (T, Q) of every stream; those of the last may be empty.
+    min_frames, max_frames: for each sample, the minimum and maximum number of frames to add. seeds:
+    one per sample; its random numbers depend on nothing else. texts: one per sample, or empty; ""
+    is no text.
     """
     stream = model.streams[-1]
     eos = stream.codebook_size  # class K of each head
@@ -284,7 +286,7 @@ def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
     inputs = pad_sequence(sequences, batch_first=True).to(device)  # (B or 2B, N)
     outputs, cache = model.forward_cached(inputs, model.condition(texts))
     rows = torch.arange(len(outputs), device=device)
-    x = outputs[rows, lengths - 1]  # at the last input of each, (B or 2B, D)
+    x = outputs[rows, lengths - 1]  # (B or 2B, D), at the last input of each sample
     size = cache[0][0].shape[2]  # padded length, with the text prefix
     num_frames = max(max_frames)
     text_length = size - inputs.shape[1]
@@ -297,10 +299,11 @@ def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
         uniform.append(torch.rand(num_frames, Q, generator=generator))
     uniform = torch.stack(uniform).to(device)  # (B, frames, Q)
 
-    first_end = torch.tensor(min_frames, device=device)  # the first frame that may be EOS
+    first_end = torch.tensor(min_frames, device=device)  # EOS is forbidden before this frame
     ends = torch.tensor(max_frames, device=device)  # number of frames of each sample
     generated = torch.zeros_like(uniform, dtype=torch.long)
-    # The last token must not be repeated. At first it is EOS, because no recording is empty.
+    # A stream without repeats must not repeat its last code. Without a prompt, EOS is forbidden at
+    # first, because no recording is empty.
     last = [codes[-1][-1, 0] if len(codes[-1]) else eos for codes in samples]
     last = torch.tensor(last, device=device)
     for i in range(num_frames * Q):
@@ -319,7 +322,7 @@ def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
         # Once per frame, synchronize with the device to see whether all samples have ended.
         if q == 0 and (ends <= t).all():
             break
-        code = code.clamp(max=eos - 1)  # ended samples continue, and are cut below
+        code = code.clamp(max=eos - 1)  # samples that have ended continue, and are cut below
         generated[:, t, q] = code
         last = code
         # The new code is the next input, as in `build_sequence`.
@@ -333,11 +336,12 @@ def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
 def generate_long(model, context_of, prompts, limits, may_end, seeds, sampling, texts=()):
     """`generate` beyond the training length, in windows that overlap by half.
 
-    prompts: B of (T_b, Q). limits: B maximum numbers of frames, including the prompt. may_end: B;
-    if false, EOS is forbidden, and the sample gets the maximum. context_of(b, codes, start): the
-    earlier streams of sample b for a window that begins at frame `start` of `codes` (T, Q), which
-    are the codes so far. A window has at most the max_frames and the max_context of training, and
-    cannot end if its context was cut. Returns B of (T_b, Q), including the prompts.
+    prompts: the codes (T_b, Q) that each of B samples begins with. limits: for each sample, the
+    maximum number of frames, including the prompt. may_end: for each sample; if false, EOS is
+    forbidden, and the sample gets the maximum. context_of(b, codes, start): returns the earlier
+    streams of sample b for a window that begins at frame `start` of its codes so far, `codes`
+    (T, Q). A window has at most the max_frames and the max_context of training, and cannot end if
+    its context was cut. Returns the codes (T_b, Q) of each sample, including the prompt.
     """
     if sampling.temperature < 0:
         sampling = sampling._replace(temperature=model.cfg.temperature)
@@ -358,7 +362,7 @@ def generate_long(model, context_of, prompts, limits, may_end, seeds, sampling, 
                 # The window is full: keep its later half.
                 start = len(codes) - model.max_frames // 2
             window = codes[start:]
-            context = context_of(b, codes, start)  # for the time of the window
+            context = context_of(b, codes, start)  # covers the time of the window
             samples.append([*(each[: model.max_context] for each in context), window])
             room = model.max_frames - len(window)
             most.append(min(room, limits[b] - len(codes)))

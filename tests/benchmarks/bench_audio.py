@@ -1,11 +1,11 @@
-"""Time the audio stages, and print one JSON line a case.
+"""Time the audio stages, and print one JSON line per case.
 
     python tests/benchmarks/bench_audio.py [--device cuda] [CASE ...]
 
-Cases: soundstream, semantic, coarse, fine (a training step), tokenize, generate-semantic,
-generate-coarse, generate-fine; all by default. Sizes are those at which audiolm_pytorch is timed;
---preset takes one of train_audio's instead, for its stage. Peak memory is that of the process: to
-compare it, give one case a call.
+Cases: soundstream, semantic, coarse, fine (a training step each), tokenize, generate-semantic,
+generate-coarse, generate-fine; all by default. Sizes are those at which audiolm_pytorch is timed.
+With --preset, each stage has the sizes of that preset of train_audio.py. Peak memory is that of the
+whole process: to compare it, run one case at a time.
 """
 
 import os
@@ -42,7 +42,7 @@ CODEC = dict(
 TOKENS = dict(width=512, depth=6, heads=8, dropout=0.0, optimizer="adamw", lr=3e-4)
 CLUSTERS = 500
 COARSE_QUANTIZERS = 3
-# Tokens of the last stream; coarse has as many semantic tokens.
+# Frames of every stream.
 FRAMES = {"semantic": 256, "coarse": 128, "fine": 128}
 
 
@@ -68,13 +68,13 @@ def codec_of(cfg, device):
 
 
 def training(model, cfg):
-    """(optimizers, average) of a model."""
+    """(optimizers, EMA) of a model."""
     optimizers = optim.make(model, "adamw", cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
     return optimizers, ema.EMA(model, cfg.ema_update_every, decay=cfg.ema_decay)
 
 
 def bench_soundstream(args):
-    """A complete training step with discriminators."""
+    """Time a complete training step with discriminators."""
     cfg = settings(args, "soundstream")
     device = args.device
     codec = codec_of(cfg, device)
@@ -123,7 +123,7 @@ def bench_soundstream(args):
 
 
 def bench_tokenize(args):
-    """Encode and decode a wave that is as long as a batch."""
+    """Time encoding and decoding of a wave as long as a batch."""
     cfg = settings(args, "soundstream")
     codec = codec_of(cfg, args.device).eval().requires_grad_(False)
     wave = 0.3 * torch.randn(args.batch * round(cfg.seconds * cfg.sample_rate))
@@ -160,7 +160,7 @@ def make(args, stage):
 
 
 def bench_step(args, stage):
-    """A complete training step of a transformer, which predicts the last stream."""
+    """Time a complete training step of a transformer, which predicts the last stream."""
     cfg, model, samples = make(args, stage)
     sequences = [token_lm.build_sequence(model.streams, codes) for codes in samples]
     last = model.streams[-1]
@@ -204,7 +204,10 @@ def bench_step(args, stage):
 
 
 def bench_generate(args, stage):
-    """About --tokens codes of the last stream, after the earlier streams (of fine, as long)."""
+    """Time the generation of about --tokens codes per sample, after the earlier streams.
+
+    For fine, the earlier stream has as many frames.
+    """
     _, model, samples = make(args, stage)
     model.eval().requires_grad_(False)
     frames = math.ceil(args.tokens / model.streams[-1].num_quantizers)
@@ -236,7 +239,7 @@ def bench_generate(args, stage):
 
 def main():
     parser = flags(__doc__, CASES, train_audio.PRESETS, batch=4, repeats=3)
-    parser.add_argument("--tokens", type=int, default=256, help="to generate, a sample")
+    parser.add_argument("--tokens", type=int, default=256, help="to generate per sample")
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"no such case: {', '.join(unknown)}")

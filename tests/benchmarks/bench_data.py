@@ -1,10 +1,12 @@
-"""Open large data as every rank does at a start, for the first time and again, and read at random.
+"""Measure how fast large data are opened and read at random, and how much memory this takes.
 
     python tests/benchmarks/bench_data.py [pictures captions jsonl] [--rows 100_000] [--ranks 1 2]
 
-Prints one JSON line a case and number of ranks: seconds of the first and the second opening, with
-splits and fingerprint; MB of a process after the second, its own and its share (PSS) of the files
-that it maps, which the system drops where it needs them; items a second, over all ranks. Linux.
+Prints one JSON line per case and number of ranks. first_s and again_s: seconds of the first and the
+second opening, with splits and fingerprint. private_mb and mapped_mb: memory that a process takes
+to open the data the second time, and to read them. private_mb is its own memory. mapped_mb is its
+share (PSS) of the files that it maps, which the system can drop when memory is short. items_per_s:
+over all ranks. Runs on Linux only.
 """
 
 import argparse
@@ -40,13 +42,13 @@ def member(name, content):
 
 
 def link_all(paths):
-    """Link all but the first few of `paths` to these, as only the number of rows matters."""
+    """Link all but the first few of `paths` to these, because only the number of rows matters."""
     for number, path in enumerate(paths[DISTINCT:]):
         os.link(paths[number % DISTINCT], path)
 
 
 def make_pictures(folder, rows):
-    """Tars of tiny captioned images."""
+    """Write tars of tiny captioned images."""
     folder.mkdir()
     picture = media.png(np.zeros((1, 1, 3), np.uint8))
     per_tar = min(rows, PER_TAR)
@@ -61,7 +63,7 @@ def make_pictures(folder, rows):
 
 
 def make_captions(folder, rows, suffix=".parquet"):
-    """Shards of embeddings, two wide, and captions of about 80 characters."""
+    """Write shards of embeddings of width 2, and of captions of about 80 characters."""
     name = "metadata" if suffix == ".parquet" else "captions"
     for subfolder in ("img_emb", name):
         (folder / subfolder).mkdir(parents=True)
@@ -112,7 +114,7 @@ CASES = {
 
 
 def memory(folder):
-    """MB of this process: (its share of the files that it maps below `folder`, what is its own)."""
+    """MB of this process: (its share of mapped files below `folder`, its own memory)."""
     mapped = private = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *values = line.split()
@@ -126,10 +128,10 @@ def memory(folder):
 
 
 def measure(case, folder, rank, ranks, results):
-    """Open and read as one of the ranks; put (seconds, `memory` taken, items a second)."""
+    """Open and read data as one rank. results gets (seconds, growth of `memory`, items per s)."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     settings = {}
-    if "index_dir" in inspect.signature(embeddings.Embeddings).parameters:  # a short time ago
+    if "index_dir" in inspect.signature(embeddings.Embeddings).parameters:  # not in old versions
         settings["index_dir"] = folder / f"index_{ranks}"
     before = memory(folder)
     start = time.perf_counter()
@@ -152,7 +154,7 @@ def measure(case, folder, rank, ranks, results):
 
 
 def on_ranks(*arguments, ranks):
-    """(most seconds, most memory, sum of items a second) of `measure` in `ranks` processes."""
+    """Run `measure` in `ranks` processes: (maximum seconds, maximum memory, total items per s)."""
     spawn = multiprocessing.get_context("spawn")  # forked processes would share memory
     results = spawn.SimpleQueue()
     processes = []
@@ -172,7 +174,7 @@ def main():
     parser.add_argument("cases", nargs="*", choices=[[], *CASES])
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--folder", help="where to write; by default the folder of temporary files")
+    parser.add_argument("--folder", help="where to write; default: the temporary folder")
     args = parser.parse_args()
     for case in args.cases or CASES:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:

@@ -1,11 +1,11 @@
-"""Time the decoder's parts, and print one JSON line a case.
+"""Time the decoder's parts, and print one JSON line per case.
 
     python tests/benchmarks/bench_decoder.py [--device cuda] [CASE ...]
 
-Cases: train, sample (base U-Net, 32x32), train_upsample, sample_upsample (second U-Net, 64x64), all
-by default; of a preset, those of its stage. Widths, levels and blocks are those of DALLE2-pytorch's
-Unet(dim=64, cond_dim=128, dim_mults=(1, 2, 4)). Peak memory is that of the process, so give one
-case a call when it is to be compared.
+Cases: train, sample (base U-Net, 32x32), train_upsample, sample_upsample (second U-Net, 64x64). The
+default is all cases or, with --preset, those of its stage. Widths, levels and blocks are those of
+DALLE2-pytorch's Unet(dim=64, cond_dim=128, dim_mults=(1, 2, 4)). Peak memory is that of the whole
+process: to compare it, run one case at a time.
 """
 
 import os
@@ -69,7 +69,7 @@ def make(args, upsample, batch):
 
 
 def bench_train(args, upsample):
-    """A complete training step: forward, backward, clip, AdamW, EMA."""
+    """Time a complete training step: forward, backward, gradient clipping, AdamW, EMA."""
     cfg, unet, batch, condition = make(args, upsample, args.batch)
     optimizers = optim.make(unet, "adamw", 1e-4, cfg.weight_decay)
     average = ema.EMA(unet, decay=0.9999)
@@ -101,7 +101,7 @@ def bench_train(args, upsample):
 
 
 def bench_sample(args, upsample):
-    """STEPS of DDIM without guidance."""
+    """Time STEPS steps of DDIM without guidance."""
     cfg, unet, batch, condition = make(args, upsample, args.sample_batch)
     unet.eval()
     low_res = None

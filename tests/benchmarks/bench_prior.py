@@ -1,10 +1,10 @@
-"""Time the prior's parts, and print one JSON line a case.
+"""Time the prior's parts, and print one JSON line per case.
 
     python tests/benchmarks/bench_prior.py [--device cuda] [CASE ...]
 
-Cases: train, sample (with text encodings), train_embedding, sample_embedding (text embedding
-alone), ema, checkpoint, order; all by default. Model sizes are those of public priors over CLIP
-embeddings. Peak memory is that of the process: to compare it, give one case a call.
+Cases: train, sample (with text encodings), train_embedding, sample_embedding (text embedding only),
+ema, checkpoint, order; all by default. Model sizes are those of public priors over CLIP embeddings.
+Peak memory is that of the whole process: to compare it, run one case at a time.
 """
 
 import os
@@ -56,7 +56,7 @@ def timed(function, device, repeats, warmup=2):
 
 def flops_of(function):
     """Floating-point operations of the matrix products and convolutions of one call."""
-    # Without compiling, and with attention as plain products, which the counter needs.
+    # The counter needs uncompiled code, and attention as plain products.
     counter = FlopCounterMode(display=False)
     with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH), counter:
         function()
@@ -80,7 +80,7 @@ def peak_memory(args):
 def measure(case, args, function, repeats, warmup=2, **facts):
     """Time `function`, and print its line.
 
-    facts: numbers, or functions of the seconds that a call takes, the median.
+    facts: numbers, or functions of the median seconds of a call.
     """
     before = peak_flops(args)
     start = time.perf_counter()
@@ -131,7 +131,7 @@ def flags(usage, cases, presets, batch, repeats):
     parser = argparse.ArgumentParser(
         description=usage, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="of: " + " ".join(cases))
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="one of " + " ".join(cases))
     parser.add_argument("--device", default="cpu", type=torch.device)
     parser.add_argument("--precision", default="fp32", choices=amp.DTYPES)
     parser.add_argument("--preset", default="", choices=["", *presets], help="size of the model")
@@ -170,7 +170,7 @@ def make(args, encodings):
 
 
 def bench_train(args, encodings):
-    """A complete training step: forward, backward, clip, AdamW, EMA."""
+    """Time a complete training step: forward, backward, gradient clipping, AdamW, EMA."""
     cfg, prior, optimizers, average, batch = make(args, encodings)
     scaler = amp.scaler(args.device, args.precision)
     count = 0
@@ -202,7 +202,7 @@ def bench_train(args, encodings):
 
 
 def bench_sample(args, encodings):
-    """STEPS of ancestral sampling without guidance."""
+    """Time STEPS steps of ancestral sampling without guidance."""
     cfg, prior, _, _, batch = make(args, encodings)
     prior.eval()
 
@@ -225,7 +225,7 @@ def bench_sample(args, encodings):
 
 
 def bench_ema(args):
-    """An update of 29M parameters in 300 tensors, compared with its single necessary call."""
+    """Time an update of 29M parameters in 300 tensors, also relative to a bare _foreach_lerp_."""
     layers = []
     for _ in range(75):
         layers += [torch.nn.Linear(312, 624), torch.nn.Linear(624, 312)]
@@ -252,7 +252,7 @@ def bench_ema(args):
 
 
 def bench_checkpoint(args):
-    """Commit of a checkpoint (checksum, fsync, rename) and verified load."""
+    """Time saving a checkpoint (checksum, fsync, rename) and loading it."""
     _, prior, optimizers, average, _ = make(args, True)
     for p in prior.parameters():
         p.grad = torch.zeros_like(p)
@@ -272,7 +272,7 @@ def bench_checkpoint(args):
 
 
 def bench_order(args):
-    """Rows of a batch of two billion: microseconds a row, in batches of 4096 and one at a time."""
+    """Time looking up shuffled rows of two billion, in batches of 4096 and one at a time."""
     split = order.split_indices(2 * 10**9, "train", 0.01, 0.01)
     for size in (4096, 1):
         positions = np.arange(10**9, 10**9 + size)
@@ -288,7 +288,7 @@ def main():
     parser.add_argument(
         "--embed", type=int, default=512, help="width of embeddings and text encodings"
     )
-    parser.add_argument("--draws", type=int, default=1, help="noise draws a sample")
+    parser.add_argument("--draws", type=int, default=1, help="noise draws per sample")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--folder", default="", help="where to write checkpoints")
     args = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Time token caches of many hours of sound, and print one JSON line a case.
+"""Time token caches of many hours of audio, and print one JSON line per case.
 
     python tests/benchmarks/bench_tokens.py [--hours 100] [--folder FOLDER]
 
-Cases: write (of tokens that cost nothing, as they go and as they are joined), open (a second
-start), then crops of a coarse and of a fine stage, by one and by two forked processes, a CPU's
-second. pss_mb is a process's share of memory (Linux). more_mb is what that grew by; more_anon_mb
-what of this is not pages of the file, which processes share, and which the system may take back.
-The file takes 2 bytes a token, and while it is joined twice that.
+Cases: write (random tokens, which take no time to compute), open (a second start), and coarse and
+fine (crops per second of CPU time, by one and by two forked processes). pss_mb: a process's share
+of memory (Linux). more_mb: its growth. more_anon_mb: the growth without pages of the file, which
+processes share, and which the system can drop. The file takes 2 bytes per token, and twice that
+while it is joined from pieces.
 """
 
 import argparse
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from common.data import tokens
 from common.models import token_lm
 
-FRAME_RATE = 50  # codes and semantic tokens a second
+FRAME_RATE = 50  # codes and semantic tokens per second
 FORK = multiprocessing.get_context("fork")
 TOGETHER = FORK.Barrier(2)
 
@@ -62,7 +62,7 @@ class Recordings:
 
 
 class Tokenizer:
-    """Random tokens, (T, Q), or, of one quantizer, (T,)."""
+    """Random tokens (T, Q), or (T,) for a single quantizer."""
 
     def __init__(self, num_quantizers):
         self.num_quantizers = num_quantizers
@@ -83,7 +83,7 @@ def emit(case, **facts):
 
 
 def memory():
-    """Megabytes of this process: its share of what is mapped, and of that what is anonymous."""
+    """MB of this process: (its share of memory (PSS), the anonymous part of this)."""
     path = Path("/proc/self/smaps_rollup")
     lines = path.read_text().splitlines()[1:] if path.exists() else []
     kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
@@ -91,14 +91,14 @@ def memory():
 
 
 def growth(before):
-    """The change since an earlier `memory`."""
+    """`memory` now, and its growth since `before`."""
     now = memory()
     more, more_anon = now - before
     return {"pss_mb": now[0], "more_mb": more, "more_anon_mb": more_anon}
 
 
 def work(crops, count, seed, processes, results):
-    """Take crops in a forked process, and send the seconds and the memory."""
+    """Take crops in a forked process. results gets (CPU seconds, `growth` of memory)."""
     generator = np.random.default_rng(seed)
     indices = generator.integers(0, len(crops.dataset), count)
     def together():  # measure memory while all processes are alive
@@ -140,15 +140,15 @@ def main():
     )
     parser.add_argument("--hours", type=float, default=100.0)
     parser.add_argument("--quantizers", type=int, default=12, help="of the codec; coarse has 4")
-    parser.add_argument("--crops", type=int, default=10_000, help="of a process")
-    parser.add_argument("--folder", default="", help="where the tokens are, and stay")
+    parser.add_argument("--crops", type=int, default=10_000, help="number per process")
+    parser.add_argument("--folder", default="", help="where to keep the tokens")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         measure(args, args.folder or temporary)
 
 
 def measure(args, folder):
-    tokens.PIECE_SECONDS = 1  # these tokens cost nothing: a piece is of hours
+    tokens.PIECE_SECONDS = 1  # these tokens take no time, so a piece has hours of them
     cfg = SimpleNamespace(run_dir=folder, workers=0, timeout_minutes=30)
     dataset = Recordings(args.hours)
     tokenizers = [Tokenizer(1), Tokenizer(args.quantizers)]
@@ -165,7 +165,7 @@ def measure(args, folder):
         token_lm.Stream("coarse", 4, 1024),
         token_lm.Stream("fine", args.quantizers - 4, 1024),
     ]
-    # The crops of the preset audiolm-16khz.
+    # Crops as in the preset audiolm-16khz.
     stages = {
         "coarse": tokens.TokenCrops(
             dataset, 10.0, [semantic, coarse], token_lm.lay_out, words, codes, FRAME_RATE

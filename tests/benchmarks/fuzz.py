@@ -1,7 +1,7 @@
 """Damage each kind of file that the scripts read, at random, and run a command that reads it.
 
-The command goes on as documented, or ends with one line and status 1 or 2. All else is wrong: a
-traceback, a hang, or, where a run goes on, other weights than those of an undamaged run.
+The command must continue as documented, or end with one line and status 1 or 2. Anything else is
+wrong: a traceback, a hang, or a resumed run whose weights differ from those of an undamaged run.
 
     python tests/benchmarks/fuzz.py [--count 100] [KIND ...]    # status 1 if something was wrong
 """
@@ -163,7 +163,7 @@ def damaged(content, rng):
 
 
 def attempt(name, *words):
-    """How a command ended: "well", "in one line", or all that it printed."""
+    """Run a command. Returns how it ended: "well", "in one line", or all that it printed."""
     faulthandler.dump_traceback_later(HANG, exit=True, file=sys.__stderr__)
     try:
         helpers.run(name, *words)
@@ -177,7 +177,7 @@ def attempt(name, *words):
 
 
 def fuzz(kind, count):
-    """{how the command of a kind ended: how often} for `count` damaged files."""
+    """Run the command of a kind on `count` damaged files: {how it ended: how often}."""
     file, words = KINDS[kind]
     content = Path(file).read_bytes()
     rng = random.Random(kind)
@@ -196,7 +196,7 @@ def fuzz(kind, count):
             print(f"{kind}, file {number}: {result[-1500:]}", flush=True)
             result = "wrong"
         found[result] += 1
-        # Restore it.
+        # Restore the runs.
         shutil.rmtree("new", ignore_errors=True)
         shutil.rmtree("runs/prior")
         shutil.copytree("whole", "runs/prior")
@@ -206,7 +206,7 @@ def fuzz(kind, count):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kinds", nargs="*", help=f"of {', '.join(KINDS)}; by default all")
+    parser.add_argument("kinds", nargs="*", help=f"among {', '.join(KINDS)}; default: all")
     parser.add_argument("--count", type=int, default=100, help="damaged files of each kind")
     args = parser.parse_args()
     wrong = 0

@@ -1,11 +1,11 @@
-"""Print the ceiling of `picture_retrieval`: what real pictures reach in place of drawn ones.
+"""Print the ceiling of `picture_retrieval`: the score of real pictures instead of drawn ones.
 
     python tests/benchmarks/picture_ceiling.py --data images --clip runs/clip_images
 
 `train_decoder.py evaluate --prior` draws a picture from each held-out caption, and counts how often
 the nearest of 100 held-out real pictures has that caption. Here a training picture of the caption
-takes the place of the drawn one. So the data must have captions that come more than once, as emoji
-have that two artists drew. The splits are those of the scripts' defaults.
+takes the place of the drawn one. The data must therefore repeat captions, like a set of emoji drawn
+by two artists. The splits are the scripts' default splits.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main():
     rows = [row for row, caption in enumerate(captions) if caption in training_rows]
     captions = [captions[row] for row in rows]
     if not rows:
-        parser.error(f"--data {args.data}: expected held-out captions that training pictures have")
+        parser.error(f"--data {args.data}: expected held-out captions that are also in training")
     queries = train_embeds[[training_rows[caption] for caption in captions]]
     share = clip.retrieval(queries, embeds[rows], captions)
     print(f"picture_retrieval of real pictures {share:.4f}")
