@@ -1402,7 +1402,7 @@ class SampleConfig(CascadeConfig):
         if not self.out.endswith(".png"):
             raise UserError(f"--out {self.out}: expected a name that ends in .png")
         if self.text:
-            config.check_unused(self, "beside --text", "texts")
+            config.check_unused(self, "with --text", "texts")
         if not self.image:
             config.check_unused(self, "without --image", "to", "mask")
         if not self.mask:

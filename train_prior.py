@@ -829,9 +829,9 @@ class SampleConfig(PriorConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.text:
-            config.check_unused(self, "beside --text", "texts", "text_embeds")
+            config.check_unused(self, "with --text", "texts", "text_embeds")
         elif self.texts:
-            config.check_unused(self, "beside --texts", "text_embeds")
+            config.check_unused(self, "with --texts", "text_embeds")
         else:
             config.check_unused(self, "without a text", "clip", "negative_text")
             if not self.text_embeds:

@@ -375,7 +375,7 @@ mistake = functools.partial(helpers.mistake, "train_audio")
     "--stage fine --width 30": "--width 30: expected an even multiple of --heads 4",
     "--stage semantic --clusters 65537": "65537: expected a number from 1 to 65536",
     "sample --out a.mp3": "--out a.mp3: expected a name that ends in .wav",
-    "sample --text a --reconstruct a.wav": "--text: with --reconstruct it does nothing",
+    "sample --text a --reconstruct a.wav": "--text has no effect with --reconstruct",
     "sample --text a --num_quantizers 2": "--num_quantizers: without --reconstruct it does",
     "sample --prompt_seconds 1": "--prompt_seconds: without --prompt",
     "sample --prompt a.wav --guidance_scale 2": "--guidance_scale: without --text",
