@@ -246,7 +246,7 @@ def begin(run, state, about, device):
             )
             raise
         except torch.OutOfMemoryError:
-            log.print("out of memory: lower --chunk_size, or give --checkpointing if the model has it")
+            log.print("out of memory: lower --chunk_size, or give --checkpointing if available")
             raise
         finally:
             progress.bar.close()

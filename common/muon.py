@@ -41,8 +41,8 @@ class Muon(torch.optim.Optimizer):
             # Update all tensors in one call: small models are launch-bound on a GPU.
             torch._foreach_lerp_(buffers, gradients, 1 - MOMENTUM)
 
-            # All updates are views of one tensor, so that one collective suffices. In a small model,
-            # one collective per update would take longer than sharing the work saves.
+            # All updates are views of one tensor, so that one collective suffices. For a small
+            # model, one collective per update would cost more time than sharing the work saves.
             sizes = [p.numel() for p in parameters]
             flat = group["params"][0].new_zeros(sum(sizes))
             updates = []

@@ -86,8 +86,8 @@ def load(optimizers, states, path):
     present = list(map(kind, state(optimizers)))
     if saved != present:
         raise UserError(
-            f"{path}: its optimizers are {saved}, those of this run {present}; start from its weights with "
-            "--init_from and a new --run_dir"
+            f"{path}: its optimizers are {saved}, those of this run {present}; start from its "
+            "weights with --init_from and a new --run_dir"
         )
     for optimizer, saved_state in zip(optimizers, states):
         # Current values win, so write them into the loaded groups. Other entries come from the
