@@ -33,13 +33,13 @@ class Logger:
         return {}
 
     def log(self, step, metrics, samples):
-        """metrics: {name: number}. samples: [(SECTION/NAME, PNG or WAV file, caption), …]."""
+        """Log metrics {name: number}, and samples [(SECTION/NAME, PNG or WAV file, caption), …]."""
 
     def file(self, path):
         """Store a file. At every start of a run, this is config.json."""
 
     def finish(self, error):
-        """error: what ended the run: an Exception, or SystemExit after a signal; else None."""
+        """End logging. error: the Exception, or SystemExit after a signal, or None."""
 
 
 LOGGERS = {"console": Logger}
