@@ -134,7 +134,7 @@ class SharedConfig(config.TrainingRun):
     clip: str = field(
         "auto", "CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: from DATA"
     )
-    # CLIP embeddings that are computed on the fly describe the crop; embeddings stored with the data
+    # CLIP embeddings computed on the fly describe the crop. Embeddings stored with the data
     # describe the whole image.
     crop_scale: Fraction = field(
         1.0, "minimum area of random square crops, as a fraction of the image", fixed=True
