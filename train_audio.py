@@ -477,7 +477,8 @@ def train_soundstream(cfg, device):
                             )
                             loss = loss + cfg.adversarial_weight * hinge
                             loss = loss + cfg.feature_weight * features
-                    # Chunk weights sum to 1, so gradients add up to that of the mean loss.
+                    # Chunk weights sum to 1, so the gradients add up to the gradient of the mean
+                    # loss.
                     with dist.sum_gradients(codec, chunk is plan[-1]):  # over all ranks
                         scaler.scale(loss * chunk.weight).backward()
                     chunk_losses.append(loss.detach() * chunk.size)
@@ -802,7 +803,7 @@ def train_transformer(cfg, device):
         hop_length = codec.hop_length
     splits = dist.on_all(lambda: open_recordings(cfg, hop_length, shifts=cfg.shifts))
     dataset, indices = splits["train"]
-    # With another codec or k-means, tokens are different, so the run cannot resume.
+    # Another codec or k-means would make different tokens, so a resumed run must keep them.
     identity = resume.identify(run, cfg, splits, **made_with)
     if run.results:  # the run is finished
         return loop.announce(run, cfg)
@@ -863,7 +864,7 @@ def train_transformer(cfg, device):
     # Open the logger and write config.json.
     with loop.begin(run, state, about, device) as progress:
         while True:
-            # Evaluate. Sampling uses the averaged weights, so val_loss and best.pt do, too.
+            # Evaluate. Sampling uses the averaged weights, so val_loss and best.pt use them, too.
             if eval_due():
                 with progress.paused():
                     metrics, samples = evaluate(splits["validation"], f"step_{state.step:08d}")
@@ -1021,7 +1022,7 @@ class Pipeline:
             of_sample = [part for owner, part in zip(owners, spoken) if owner == b]
             # A part may begin with the last token of the previous part.
             content.append(torch.cat(of_sample).unique_consecutive(dim=0))
-        windows = [(0, 0)] * len(prompts)  # (code frame, token) where each last window began
+        windows = [(0, 0)] * len(prompts)  # starts of the last windows: (code frame, token)
 
         def content_from(b, codes, start):
             """The semantic tokens of sample b for a window that starts at frame `start` of `codes`.

@@ -1284,7 +1284,7 @@ def train_stage(cfg, device):
     with loop.begin(run, state, about, device) as progress:
         unet.train()
         while True:
-            # Evaluate. Sampling uses the averaged weights, so val_loss and best.pt do, too.
+            # Evaluate. Sampling uses the averaged weights, so val_loss and best.pt use them, too.
             if eval_due():
                 samples = {}
                 with progress.paused():
@@ -1316,7 +1316,8 @@ def train_stage(cfg, device):
                         condition = conditioning(batch, cfg, clip_model)
                         with amp.autocast(device, cfg.precision):
                             loss = diffusion_loss(unet, batch, condition)
-                        # Chunk weights sum to 1, so gradients add up to that of the mean loss.
+                        # Chunk weights sum to 1, so the gradients add up to the gradient of the
+                        # mean loss.
                         with dist.sum_gradients(trainable, chunk is plan[-1]):  # over all ranks
                             scaler.scale(loss * chunk.weight).backward()
                         chunk_losses.append(loss.detach() * chunk.size)
@@ -1380,7 +1381,7 @@ def train(cfg):
 class SampleConfig(CascadeConfig):
     """What to sample"""
 
-    text: str = field("", "caption to sample; without text and image, sampling is unconditional")
+    text: str = field("", "text prompt; without text and image, sampling is unconditional")
     texts: str = field("", "file with one caption per line")
     negative_text: str = field("", "negative text: guidance moves away from it")
     image: str = field(

@@ -149,7 +149,8 @@ class Config(config.TrainingRun):
     text_drop: Fraction = field(
         0.1, "probability of dropping the text, for guidance", affects_val_loss=True
     )
-    # Optimization. The defaults train in minutes on two cores. The paper has no cosine decay.
+    # Optimization. The defaults train in minutes on two cores. The paper's learning rate is
+    # constant.
     steps: PositiveInt = field(1150, "optimizer steps")
     batch_size: PositiveInt = field(256, "samples per step, over all ranks", fixed=True)
     optimizer: Literal["adamw", "muon"] = field(
@@ -380,7 +381,8 @@ def conditioning(batch, cfg, clip_model):
 def diffusion_loss(prior, batch, condition):
     """Mean loss over a chunk.
 
-    Eval mode uses no loss weights, but text drop, noise draws and density as in training.
+    Eval mode ignores the loss weights. Text drop, noise draws and timestep density are as in
+    training.
     """
     cfg = prior.cfg
     x0 = prior.standardize(batch["image_embed"])  # (B, D)
@@ -536,7 +538,7 @@ def sample_metrics(prior, splits, split, clip_model):
     prior.eval()  # no dropout
     with amp.autocast(device, cfg.precision):
         indices = order.some_of(indices, cfg.eval_samples)
-        # The unrelated text of each sample is the text half a split away.
+        # For each sample, the unrelated text is the one half a split away.
         others = loader.ChunkDataset(dataset, np.roll(indices, len(indices) // 2))
         cosines = collections.defaultdict(list)  # {metric: values on this rank}
         for number, batch in loader.eval_batches(dataset, indices, 0, cfg.chunk_size):
@@ -604,7 +606,7 @@ def open_data(cfg, source, device, widths=None):
     """
     with_captions = cfg.text_source == "clip"
     with_encodings = cfg.text_encodings and not with_captions  # from the shards
-    # The flag names the CLIP of the embeddings, else the data do, else the model file.
+    # The CLIP of the embeddings is named by the flag, else by the data, else by the model file.
     spec, fingerprint = clips.clip_of(cfg, source)
     clip_model = None
     # An open_clip model may be large, or need a download. Load it only to encode captions.
@@ -671,7 +673,7 @@ def train(cfg):
     prior = Prior(cfg, *info["widths"]).to(device)
     if clip_model:
         prior.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
-    if cfg.raw_embeddings:  # `restore` replaces them if it loads a model
+    if cfg.raw_embeddings:  # `restore` replaces the result if it loads a model
         batch, usable = dataset.fetch(order.some_of(indices, 10_000))
         prior.measure_embeddings(batch["image_embed"][usable])
     trainable = prior  # with LoRA: only the adapters
@@ -698,7 +700,7 @@ def train(cfg):
     with loop.begin(run, state, about, device) as progress:
         prior.train()
         while True:
-            # Evaluate. Sampling uses the averaged weights, so val_loss and best.pt do, too.
+            # Evaluate. Sampling uses the averaged weights, so val_loss and best.pt use them, too.
             if eval_due():
                 with progress.paused():
                     validation = splits["validation"]
@@ -722,10 +724,11 @@ def train(cfg):
                         # Randomness depends only on (seed, step, chunk), not on the rank.
                         accumulate.seed_all(cfg.seed, state.step, chunk.index)
                         batch = loader.to_device(batch, device)
-                        condition = conditioning(batch, cfg, clip_model)  # without autocast
+                        condition = conditioning(batch, cfg, clip_model)  # outside autocast
                         with amp.autocast(device, cfg.precision):
                             loss = diffusion_loss(prior, batch, condition)
-                        # Chunk weights sum to 1, so gradients add up to that of the mean loss.
+                        # Chunk weights sum to 1, so the gradients add up to the gradient of the
+                        # mean loss.
                         with dist.sum_gradients(trainable, chunk is plan[-1]):  # over all ranks
                             scaler.scale(loss * chunk.weight).backward()
                         chunk_losses.append(loss.detach() * chunk.size)
@@ -813,7 +816,7 @@ def evaluate(args):
 class SampleConfig(PriorConfig):
     """What to sample"""
 
-    text: str = field("", "text to sample for; without any text, sampling is unconditional")
+    text: str = field("", "text prompt; without any text, sampling is unconditional")
     texts: str = field("", "file with one text per line")
     text_embeds: str = field("", ".npy file of text embeddings (N, D), which needs no CLIP")
     negative_text: str = field("", "negative text: guidance moves away from it")
