@@ -144,7 +144,7 @@ class SharedConfig(config.TrainingRun):
 
 
 def open_recordings(cfg, hop_length, crop=0, shifts=1):
-    """{split: (recordings, indices)} of the data.
+    """Open the data; returns {split: (recordings, indices)}.
 
     hop_length: samples per frame; shorter recordings are unusable. crop: samples per training crop.
     shifts: see `Recordings.repeat`.
@@ -418,7 +418,7 @@ def train_soundstream(cfg, device):
     save_due = loop.Due(cfg.save_every, state)
 
     def evaluate(split, name):
-        """(metrics of the averaged weights, {file: caption} of their audio files)"""
+        """Evaluate the averaged weights; returns (metrics, {audio file: caption})."""
         with ema.applied(codec):
             metrics = evaluate_codec(codec, cfg, split, device)
             written = reconstructions(codec, split)
@@ -670,7 +670,7 @@ def make_features(tokenizer):
 
 
 def load_tokenizers(cfg, device):
-    """(codec, k-means, made_with) of a coarse or fine stage.
+    """Load (codec, k-means, made_with) for a coarse or fine stage.
 
     made_with: {name: plain value}, which identifies the tokens. A fine stage has no k-means.
     UserError if the codec does not fit `cfg`.
@@ -854,7 +854,7 @@ def train_transformer(cfg, device):
     save_due = loop.Due(cfg.save_every, state)
 
     def evaluate(split, name):
-        """(metrics of the averaged weights, {file: caption} of their audio files)"""
+        """Evaluate the averaged weights; returns (metrics, {audio file: caption})."""
         with ema.applied(model):
             metrics = evaluate_transformer(model, cfg, split, device)
             written = continuations(model, cfg, split, codec)

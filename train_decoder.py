@@ -498,7 +498,7 @@ class UNet(nn.Module):
         return F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5
 
     def embed_conditions(self, condition, drop_image, drop_text):
-        """(term to add to the timestep embedding (B, 4W), context (B, J, E), text_mask (B, L)).
+        """(addition to the timestep embedding (B, 4W), context (B, J, E), text_mask (B, L)).
 
         condition: see `conditioning`. drop_image (B,): true where the learned null embedding
         replaces the image embedding. drop_text (B,): true where the encoding of "" replaces the
@@ -609,7 +609,7 @@ def augment_low_res(unet, low_res, timestep, noise):
 
 
 def low_res_window(corner, cfg):
-    """(start (B, 2), size) of the low-resolution window of crops at `corner` (B, 2).
+    """The low-resolution window (start (B, 2), size) for crops at `corner` (B, 2).
 
     The window covers the pixels that a crop is enlarged from, and MARGIN pixels around them.
     """
@@ -648,7 +648,7 @@ def cut_crops(batch, random_bits, cfg):
 
 
 def upsampler_inputs(unet, batch):
-    """(low_res (B, 3, C, C), low_res_timestep) to train an upsampler on a batch from `cut_crops`.
+    """Make (low_res (B, 3, C, C), low_res_timestep) for an upsampler from a batch of `cut_crops`.
 
     Generated images are less sharp than real ones, so the real low-resolution image is corrupted in
     training (DALL-E 2 §2.1).
@@ -673,7 +673,7 @@ def upsampler_inputs(unet, batch):
         batch["image"].shape[1],
     )  # (B, 3, C, C)
 
-    # Add the noise of a random timestep. --low_res_noise is the largest, as a fraction of all.
+    # Add the noise of a random timestep, from the first --low_res_noise (a fraction) of them.
     fraction = torch.rand(size, device=device) * cfg.low_res_noise
     low_res_timestep = (fraction * (cfg.timesteps - 1)).round().long()  # (B,)
     noise = torch.randn_like(low_res)
@@ -791,7 +791,7 @@ def sample_images(
         kept = known, mask > 0.999
 
     def denoise(x_t, timestep):
-        """(x0, interpolation of the variance), for `diffusion.sample`."""
+        """Estimate (x0, interpolation of the variance), for `diffusion.sample`."""
         model = unet
         if unet.last_step_unet and timestep[0] == 0:  # the last DDPM step
             model = unet.last_step_unet
@@ -864,11 +864,11 @@ def sample_cascade(
 
 
 def open_data(cfg, image_size, source, device):
-    """({split: (dataset, indices)}, CLIP or None, info: {name: plain value} for model files).
+    """Open the data; returns ({split: (dataset, indices)}, CLIP or None, info).
 
-    The CLIP is used for evaluation, for text, and for images without stored embeddings. image_size:
-    of the model, or of the last stage of its cascade. source: a model file, or None; it names the
-    CLIP if neither cfg nor the data do.
+    info: {name: plain value}, for model files. The CLIP is used for evaluation, for text, and for
+    images without stored embeddings. image_size: of the model, or of the last stage of its cascade.
+    source: a model file, or None; it names the CLIP if neither cfg nor the data do.
     """
     spec, fingerprint = clips.clip_of(cfg, source)
     clip_model = None
@@ -1067,7 +1067,7 @@ class CascadeConfig(config.Inference):
 
 
 def load_unet(path, device, weights="ema", lora_scale=1.0):
-    """(U-Net in eval mode, file contents) from a model.pt or checkpoint, with adapters merged."""
+    """Load (U-Net in eval mode, file contents) from a model file, with adapters merged."""
     cfg, contents = checkpoint.read_model(STAGES, path, weights)
     contents = adapters.merged(contents, path, lora_scale)
     unet = UNet(cfg, *contents["widths"])
@@ -1098,7 +1098,7 @@ def load_last_step_unet(unet, path, device):
 
 
 def load_cascade(args, device):
-    """([U-Net of each stage, in eval mode], name of their CLIP or None, its fingerprint)."""
+    """Load ([U-Net of each stage, in eval mode], name of their CLIP or None, its fingerprint)."""
     # Each run_dir is the run folder of a stage, or a folder with base/ and upsample/.
     folders = []
     for run_dir in args.run_dir or [""]:
@@ -1432,7 +1432,7 @@ def square(image):
 
 
 def slerp(start, end, count):
-    """`count` embeddings (count, D) from `start` to `end` (1, D) (DALL-E 2 §3.2).
+    """Interpolate `count` embeddings (count, D) from `start` to `end` (1, D) (DALL-E 2 §3.2).
 
     The interpolation is spherical (Shoemake 1985).
     """

@@ -598,11 +598,11 @@ def builtin_scores(prior, splits, split, clip_model):
 
 
 def open_data(cfg, source, device, widths=None):
-    """({split: (dataset, indices)}, CLIP or None, info: {name: plain value} for model files).
+    """Open the data; returns ({split: (dataset, indices)}, CLIP or None, info).
 
-    The CLIP encodes "no text" and, with --text_source clip, the captions. source: a model file, or
-    None; it names the CLIP if neither cfg nor the data do. widths: [embeddings, text encodings or
-    0] of an existing model, or None.
+    info: {name: plain value}, for model files. The CLIP encodes "no text" and, with --text_source
+    clip, the captions. source: a model file, or None; it names the CLIP if neither cfg nor the data
+    do. widths: [embeddings, text encodings or 0] of an existing model, or None.
     """
     with_captions = cfg.text_source == "clip"
     with_encodings = cfg.text_encodings and not with_captions  # from the shards
@@ -627,13 +627,13 @@ def open_data(cfg, source, device, widths=None):
                 encoding_width = clip_model.encoding_width
             texts = []
             for index in order.evenly_spaced(len(dataset), 256):
-                with contextlib.suppress(UserError):  # a damaged caption costs only its sample
+                with contextlib.suppress(UserError):  # a damaged caption affects only its sample
                     texts += dataset.texts([index])
             if not texts:
                 dataset.texts([0])  # raises the reason
             clip_model.note_cut(texts, cfg.max_text_len)
         found = [dataset.width, encoding_width]
-        widths = widths or found  # all must agree, or the first step would fail
+        widths = widths or found  # all data must agree, or the first step would fail
         if found != widths:
             raise UserError(
                 f"{path}: widths of embeddings and text encodings (0: none) are {found}; those of "
@@ -767,7 +767,7 @@ class PriorConfig(config.Inference):
 
 
 def load_prior(path, device, weights="ema", lora_scale=1.0):
-    """(prior in eval mode, file contents) from a model.pt or checkpoint, with adapters merged."""
+    """Load (prior in eval mode, file contents) from a model file, with adapters merged."""
     cfg, contents = checkpoint.read_model({"prior": Config}, path, weights)
     contents = adapters.merged(contents, path, lora_scale)
     prior = Prior(cfg, *contents["widths"])
@@ -790,7 +790,7 @@ class EvaluateConfig(PriorConfig):
 
 
 def open_evaluation(args, device):
-    """(prior with the settings of this evaluation, splits, CLIP or None)."""
+    """Open (prior with the settings of this evaluation, splits, CLIP or None)."""
     path = checkpoint.model_file(args.run_dir, args.model, args.weights)
     prior, contents = load_prior(path, device, args.weights, args.lora_scale)
     cfg = loop.evaluation_settings(prior.cfg, args, MAX_CHUNK)

@@ -47,7 +47,7 @@ def lock(file, wait=False):
     except (BlockingIOError, PermissionError):
         raise
     except OSError:  # Lustre and NFS may have no locks
-        if not wait:  # such as for a run folder
+        if not wait:  # for example a run folder
             config.note(
                 f"{file.name} cannot be locked; make sure that no other process trains here"
             )
@@ -169,7 +169,7 @@ def load_weights(module, weights, path):
 
 
 def read_model(classes, path, weights="ema"):
-    """(config, contents) of a model file; contents["model"] has the chosen weights.
+    """Read (config, contents) from a model file; contents["model"] has the chosen weights.
 
     classes: {kind of model: its config class}. weights: "ema" (averaged) or "online" (not averaged,
     only in checkpoints).

@@ -199,8 +199,8 @@ def sum_gradients(module, last=True):
 
     To use DistributedDataParallel instead, wrap the model in it after `resume.restore`, and call
     the wrapper where the loss calls the model. For all chunks but the last, run loss and backward
-    pass in its `no_sync()`. It averages over ranks, so multiply the loss by world_size(). FSDP also
-    needs another EMA, another clipping in amp.step, and another `resume.State.contents`.
+    pass in its `no_sync()`. It averages over ranks, so multiply the loss by world_size(). With FSDP,
+    the EMA, the clipping in amp.step and `resume.State.contents` must change, too.
     """
     if not last:
         yield

@@ -127,7 +127,7 @@ def kill_workers():
 
 
 def train_batches(cfg, dataset, indices, step, device, tokenizer=None, transform=None):
-    """(this rank's chunks in each step, an endless iterator over their batches from `step` on).
+    """(plan of this rank's chunks in a step, endless iterator over their batches from `step` on).
 
     tokenizer, transform: see ChunkDataset.
     """

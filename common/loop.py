@@ -254,7 +254,7 @@ def begin(run, state, about, device):
 
 
 def announce(run, cfg, savers=None):
-    """Print the results of a finished run, and send missing copies to --save.
+    """Print the results of a finished run, and send missing copies where --save says.
 
     savers: the run's savers, which know what they have sent; None: send everything again.
     """
@@ -312,7 +312,7 @@ def evaluation_settings(cfg, args, max_chunk):
 
     max_chunk: the chunk size if the training run has not chosen one.
     """
-    if not args.data and cfg.data == type(cfg).data:  # an imported model: a run names its data
+    if not args.data and cfg.data == type(cfg).data:  # an imported model; a run names its data
         raise UserError(
             f"{config.as_word(args.run_dir)}: its training data are unknown; give --data"
         )

@@ -267,11 +267,11 @@ class RunFolder:
 
 
 def open_run(cfg, folder, max_chunk):
-    """(the locked RunFolder, `cfg` with unset fields resolved). Collective.
+    """Lock the run folder and resolve unset settings; returns (RunFolder, cfg). Collective.
 
     The run resumes from the newest intact checkpoint, or else from --load. run.results is set if
-    the run has finished cfg.steps. Resolved are init_from (to a local file), the model settings (to
-    those of that file), and chunk_size (at most `max_chunk`, unless it is given). UserError if all
+    the run has finished cfg.steps. init_from becomes a local file, and the model settings are taken
+    from it. chunk_size is chosen, at most `max_chunk`, if it is not given. UserError if all
     checkpoints are damaged.
     """
     run = RunFolder(folder)
@@ -326,7 +326,7 @@ def local_file(address, run):
 
 
 def with_model(cfg, settings, path):
-    """`cfg` with its model settings taken from `settings`, those of the model file `path`.
+    """`cfg` with model settings taken from `settings`, the config in the model file `path`.
 
     UserError if the user gave another value, by a flag or --config. In a config made in Python, a
     value counts as given if it is not the default.
