@@ -240,7 +240,7 @@ class CodecConfig(SharedConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        # The STFT discriminator halves the frames three times.
+        # The STFT discriminator halves the number of frames three times.
         if self.is_adversarial and self.crop < 1.75 * self.stft_window:
             raise UserError(
                 f"--seconds: {self.crop} samples are too short for the STFT discriminator; "

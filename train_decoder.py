@@ -344,7 +344,7 @@ MAX_CHUNK = 64  # maximum samples per forward pass if --chunk_size is 0
 
 
 def group_norm(width):
-    """ADM's norm with 32 groups; narrow layers have fewer, with at least four channels each."""
+    """ADM's group norm of 32 groups; narrow layers have fewer, each of four channels or more."""
     groups = 32
     while width % groups or width < 4 * groups:
         groups //= 2
@@ -359,8 +359,8 @@ class ResBlock(nn.Module):
 
     def __init__(self, cfg, width_in, width, has_attention=False, resample=None, takes_skip=False):
         """resample: module that halves or doubles the image, on both paths, as in BigGAN (Brock et
-        al. 2018). takes_skip: the caller appends the output of a block on the way down to the
-        channels of the input; `UNet.forward` reads this attribute of every block.
+        al. 2018). takes_skip: the caller concatenates a skip (the output of a block on the way
+        down) to the input; `UNet.forward` reads this attribute of every block.
         """
         super().__init__()
         self.cfg = cfg
@@ -498,7 +498,7 @@ class UNet(nn.Module):
         return F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5
 
     def embed_conditions(self, condition, drop_image, drop_text):
-        """(addition to the timestep embedding (B, 4W), context (B, J, E), text_mask (B, L)).
+        """Returns (term to add to the time embedding (B, 4W), context (B, J, E), text_mask (B, L)).
 
         condition: see `conditioning`. drop_image (B,): true where the learned null embedding
         replaces the image embedding. drop_text (B,): true where the encoding of "" replaces the
@@ -1130,7 +1130,7 @@ def load_cascade(args, device):
 
 
 def load_prior(args, decoder, clip_model, texts):
-    """prior_fn(texts, keys, negative_text="") -> image embeddings (texts, D), made by --prior.
+    """Load --prior; returns prior_fn(texts, keys, negative_text="") -> embeddings (texts, D).
 
     decoder: the U-Net that takes the embeddings. texts (of this function): some examples, to note
     if the prior cuts them. keys: one per text; with --seed they seed the noise.

@@ -790,7 +790,7 @@ class EvaluateConfig(PriorConfig):
 
 
 def open_evaluation(args, device):
-    """Open (prior with the settings of this evaluation, splits, CLIP or None)."""
+    """Load (prior with the settings of this evaluation, splits, CLIP or None)."""
     path = checkpoint.model_file(args.run_dir, args.model, args.weights)
     prior, contents = load_prior(path, device, args.weights, args.lora_scale)
     cfg = loop.evaluation_settings(prior.cfg, args, MAX_CHUNK)

@@ -29,8 +29,8 @@ def step(scaler, optimizers, max_grad_norm):
 
     max_grad_norm: 0 for no clipping. Returns (the gradient norm before clipping, a scalar tensor;
     True if the optimizers stepped). On an fp16 overflow no optimizer steps, and the caller repeats
-    the step. All ranks decide the same, because their gradients are already summed. After the steps
-    of all models, the caller calls `scaler.update()` once.
+    the step. All ranks make the same decision, because gradients are already summed. After the
+    steps of all models, the caller calls `scaler.update()` once.
     """
     parameters = []
     for optimizer in optimizers:

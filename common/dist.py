@@ -157,7 +157,7 @@ def note_signal(number, frame):
 
 
 def stop_together():
-    """Raise Stopped on all ranks if any rank received a signal. Collective, without the GPUs.
+    """Raise Stopped on all ranks if any rank received a signal. Collective, but on the CPU.
 
     Call it at every step, because log lines may be too far apart: torchrun kills the ranks 30 s
     after it has passed on a signal.
@@ -199,8 +199,8 @@ def sum_gradients(module, last=True):
 
     To use DistributedDataParallel instead, wrap the model in it after `resume.restore`, and call
     the wrapper where the loss calls the model. For all chunks but the last, run loss and backward
-    pass in its `no_sync()`. It averages over ranks, so multiply the loss by world_size(). With FSDP,
-    the EMA, the clipping in amp.step and `resume.State.contents` must change, too.
+    pass in its `no_sync()`. It averages over ranks, so multiply the loss by world_size(). For FSDP,
+    also change the EMA, the clipping in amp.step, and `resume.State.contents`.
     """
     if not last:
         yield

@@ -21,7 +21,7 @@ def hash_of(content):
 
 
 def random_bits(numbers, *key):
-    """Random bits (n,), uint64: a hash of each of the integers `numbers` (n,) and the key.
+    """Hash each of the integers `numbers` (n,), together with the key, to random bits (uint64).
 
     The hash is splitmix64 (Steele, Lea & Flood 2014, Figure 16), started at a hash of the key.
     """
