@@ -1051,7 +1051,7 @@ class CascadeConfig(config.Inference):
     """The cascade; a list has one value per stage, and the last value is reused"""
 
     run_dir: tuple[str, ...] = field(
-        ("runs/decoder",), "RUN_DIR of a training, or the run folders of the stages in order"
+        ("runs/decoder",), "RUN_DIR used in training, or the run folders of the stages in order"
     )
     steps: tuple[SamplingSteps, ...] = field((), "sampling steps; default: as in training")
     guidance_scale: tuple[NonNegativeFloat, ...] = field(
@@ -1390,7 +1390,7 @@ class SampleConfig(CascadeConfig):
     to: str = field("", "second image to interpolate to (DALL-E 2 §3.2)")
     mask: str = field("", "image of the same size as --image: black is kept, white is filled in")
     resample: PositiveInt = field(
-        5, "repetitions of each step when inpainting (RePaint); 1 is fast, but fits in badly"
+        5, "repetitions of each step when inpainting (RePaint); 1 is fast, but blends in poorly"
     )
     low_res_noise: Fraction = field(
         0.0, "noise on the input of upsamplers trained with it, as a fraction of the timesteps"

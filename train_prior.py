@@ -341,8 +341,8 @@ class Prior(nn.Module):
     def predict(self, x_t, timestep, text, mask, cache=None):
         """Predictions (B, K, D) for x_t (B, K, D) at `timestep` (B, K).
 
-        In training, text and mask come from `text_tokens`. In sampling, they come with the cache
-        from `text_cache`.
+        In training, `text_tokens` makes text and mask. In sampling, `text_cache` makes text, mask
+        and cache.
         """
         noised = self.image_in(x_t)  # (B, K, W)
         query = self.query.weight.to(noised.dtype).expand_as(noised)

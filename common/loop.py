@@ -254,7 +254,7 @@ def begin(run, state, about, device):
 
 
 def announce(run, cfg, savers=None):
-    """Print the results of a finished run, and send missing copies where --save says.
+    """Print the results of a finished run, and send the copies for --save that are missing.
 
     savers: the run's savers, which know what they have sent; None: send everything again.
     """

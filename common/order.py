@@ -112,7 +112,7 @@ class Complement:
 
     def __init__(self, n, excluded):
         self.size = n - len(excluded)
-        self.kept_before = excluded - np.arange(len(excluded))  # how many kept numbers precede each
+        self.kept_before = excluded - np.arange(len(excluded))  # number kept before each
 
     def __len__(self):
         return self.size

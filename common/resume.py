@@ -52,7 +52,7 @@ class State:
     step: int = 0
 
     def __post_init__(self):
-        self.versions = versions(inspect.getfile(type(self.cfg)))  # the script defines it
+        self.versions = versions(inspect.getfile(type(self.cfg)))  # the script that defines it
 
     def contents(self):
         """The contents of a checkpoint. Tensors are not copied."""
@@ -72,7 +72,7 @@ class State:
         }
 
     def load(self, contents, path):
-        """Load the contents of the checkpoint `path`; notes list the settings that have changed."""
+        """Load the contents of the checkpoint `path`; notes list changed settings and versions."""
         training = contents["training"]
         checkpoint.load_weights(self.model, contents["model"], path)
         for name, module in self.others.items():
