@@ -1,7 +1,5 @@
 """Train a SoundStream codec, then semantic, coarse and fine token transformers (AudioLM).
 
-(text, prompt) -> audio:
-
     torchrun --nproc_per_node=2 train_audio.py         # all four, on the built-in syllables
     torchrun --nproc_per_node=2 train_audio.py --stage soundstream --data speech --run_dir runs/mine
     python train_audio.py evaluate
@@ -13,8 +11,8 @@ Run the same command again to resume. Each stage is a run of its own: RUN/sounds
 RUN/coarse and RUN/fine. Later stages read the folders of earlier ones. A published codec can
 replace the first stage: --stage semantic --sample_rate 24000, then --stage coarse --soundstream
 hf:kyutai/mimi, and the same for fine.
-`python train_audio.py [train|evaluate|sample] --help` lists the settings. For train these are the
-ones that all stages share; `--stage NAME --help` lists those of one stage.
+`python train_audio.py [train|evaluate|sample] --help` lists the settings. For train, these are the
+settings that all stages share; `--stage NAME --help` lists the settings of one stage.
 
     wave (T,) -> SoundStream -> codes (frames, Q): the first quantizers are coarse, the others fine
     wave (T,) -> k-means on MFCC or HuBERT -> semantic tokens (N,): content, not speaker
@@ -31,24 +29,26 @@ SoundStream
   the codec models x[t] - a x[t-1], and losses and discriminators see this signal as well.
 - Weights and codebooks are averaged (EMA).
 - k-means++ initializes codebooks from frames of many batches; the paper uses only the first batch.
-  A code is dead if its share of use is low. Evenly spaced frames of the first chunk replace dead
-  codes, not random ones.
-- Discriminators have no weight norm, leaky ReLUs of slope 0.1, and zero padding. For the wave at a
-  quarter of the rate there is one pooling by 4, not two by 2.
-- Losses are means: of log-mel spectra, and of feature distances relative to the features' size
-  (`soundstream.py`). Mel filters are wide enough for the shortest window (`audio.mel_filters`).
-- By default the first 300 steps have no quantizer. The preset audiolm-16khz starts with it.
+  A code is dead if its share of use is low. Dead codes are replaced by evenly spaced frames of the
+  first chunk; the paper takes random ones.
+- Discriminators have no weight norm, leaky ReLUs of slope 0.1, and zero padding. One pooling by 4
+  makes the wave at a quarter of the rate, not two poolings by 2.
+- Losses are means, not sums. Spectra are compared only as log-mel spectra. Feature distances are
+  relative to the features' size (`soundstream.py`). Mel filters are wide enough for the shortest
+  window (`audio.mel_filters`).
+- By default the first 300 steps have no quantizer. The preset audiolm-16khz has it from the start.
 AudioLM
 - There are 50 semantic tokens per second. By default they are clusters of MFCC.
 - Positions are rotary. AudioLM's relative positions (T5) add a bias to all scores, which rules out
   fast attention. Blocks are pre-norm with GELU; the paper specifies neither. Each quantizer has its
   own embeddings and its own output head.
-- Text is added: frequent words are tokens, other words are spelled in bytes. So is EOS, with which
-  audio for a text ends. Crops that are not a whole recording have no text. The preset of AudioLM
-  has no text at all.
+- Text is added: frequent words are tokens, other words are spelled in bytes. An EOS token is added,
+  too: it ends audio for a text. Crops that are not a whole recording have no text. The preset
+  audiolm-16khz has no text at all.
 - The loss is a mean over samples of each sample's mean over tokens.
-- The preset for small data sets shifts each recording by four parts of a frame (--shifts), and
-  appends another recording of the same speaker to half of them (--join). It has no fine stage.
+- The preset speech-small, for small data sets, makes four copies of each recording, shifted by
+  quarters of a frame (--shifts). It appends another recording of the same speaker to half of them
+  (--join). It has no fine stage.
 - Long audio is generated in windows that overlap by half. For later windows of the coarse stage,
   semantic tokens are computed from the audio so far, and aligned with the requested tokens.
 - By default Muon trains the coarse stage and the codec.
@@ -107,7 +107,7 @@ Optimizer = Literal["adamw", "muon"]
 # Tokens are stored in 16 bits.
 CodebookSize = Annotated[int, ("a number from 1 to 65536", lambda value: 0 < value <= 2**16)]
 
-# What all stages share
+# Settings and data of all stages
 
 
 @dataclass(frozen=True)
@@ -115,18 +115,18 @@ class SharedConfig(config.TrainingRun):
     """Run, data and optimization, in all stages"""
 
     stage: str = field(
-        "all", "stage to train; all: one after the other, with their defaults", fixed=True
+        "all", "stage to train; all: one after the other, with default settings", fixed=True
     )
-    preset: str = field("", "settings by name: speech-small, audiolm-16khz; --config and flags win")
+    preset: str = field("", "named settings: speech-small, audiolm-16khz; --config and flags win")
     run_dir: str = field("runs/audio", "folder of the runs; each stage has RUN_DIR/STAGE")
     data: str = field(
         "syllables", 'folder of recordings (wav, flac, ogg, opus, mp3, aiff), or "syllables"'
     )
     sample_rate: PositiveInt = field(
-        8_000, "samples per second; other recordings are resampled", fixed=True
+        8_000, "samples per second; recordings with other rates are resampled", fixed=True
     )
     speaker_pattern: str = field(
-        "", 'regex for paths below --data, whose group 1 is the speaker; "": the subfolder is'
+        "", 'regex for paths below --data; group 1 is the speaker; "": the subfolder is'
     )
     # Optimization
     warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")
@@ -136,7 +136,7 @@ class SharedConfig(config.TrainingRun):
     ema_update_after: NonNegativeInt = field(0, "steps before averaging starts")
     ema_update_every: PositiveInt = field(1, "steps between updates of the average")
     # Evaluation
-    eval_every: Interval = field("500", "steps between evaluations, or as 10min; 0: only the last")
+    eval_every: Interval = field("500", "steps or time (10min) between evaluations; 0: at the end")
 
     def __post_init__(self):
         super().__post_init__()
@@ -144,10 +144,10 @@ class SharedConfig(config.TrainingRun):
 
 
 def open_recordings(cfg, hop_length, crop=0, shifts=1):
-    """{split: (recordings, indices)} of the data.
+    """Open the data; returns {split: (recordings, indices)}.
 
-    hop_length: samples per frame; shorter recordings are unusable. crop: samples per crop. shifts:
-    see `Recordings.repeat`.
+    hop_length: samples per frame; shorter recordings are unusable. crop: samples per training crop.
+    shifts: see `Recordings.repeat`.
     """
 
     def open_folder(path):
@@ -181,14 +181,14 @@ class CodecConfig(SharedConfig):
     )
     latent_dim: PositiveInt = model_field(128, "width of a frame")
     pre_emphasis: Fraction = model_field(
-        0.0, "a: code x[t] - a x[t-1], because speech is weak at high frequencies"
+        0.0, "a: encode x[t] - a x[t-1], because speech is weak at high frequencies"
     )
     num_quantizers: PositiveInt = model_field(
         4, "residual quantizers; decoding only the first n gives a lower bitrate"
     )
     codebook_size: CodebookSize = model_field(256, "codes per quantizer")
     codebook_decay: Fraction = field(0.95, "EMA decay of the codebooks")
-    # k-means on an untrained encoder's frames is worse: a mel distance of 0.54 on speech, not 0.43.
+    # k-means on frames of an untrained encoder is worse: a mel distance of 0.54, not 0.43 (speech).
     quantizer_start: NonNegativeInt = field(
         300, "steps without quantizer, before k-means (paper: 0)", fixed=True
     )
@@ -197,9 +197,9 @@ class CodecConfig(SharedConfig):
         1.0, "weight of the log-mel distance", affects_val_loss=True
     )
     mel_seconds: PositiveFloat = field(
-        0.085, "longest of its six windows; each is twice the previous one", affects_val_loss=True
+        0.085, "longest of six mel windows; each is twice the previous one", affects_val_loss=True
     )
-    # Otherwise the phase is unconstrained.
+    # Without this loss, the phase is unconstrained.
     wave_weight: NonNegativeFloat = field(
         10.0, "weight of the L1 distance of waves, EnCodec Eq. 1 (paper: 0)", affects_val_loss=True
     )
@@ -217,12 +217,12 @@ class CodecConfig(SharedConfig):
     discriminator_lr: PositiveFloat = field(
         3e-4, "learning rate of the discriminators, constant after the warm-up"
     )
-    discriminator_warmup_steps: NonNegativeInt = field(20, "steps of their linear warm-up")
+    discriminator_warmup_steps: NonNegativeInt = field(20, "steps of linear warm-up")
     # Optimization
     augment: bool = field(False, "random loudness, and mixes of two recordings (EnCodec §4.1)")
     steps: PositiveInt = field(1050, "optimizer steps")
     batch_size: PositiveInt = field(16, "samples per step, over all ranks", fixed=True)
-    # In the same time, Muon reaches 15 dB on syllables, and the paper's Adam 11 dB.
+    # In the same time, Muon reaches an SI-SDR of 15 dB on syllables, the paper's Adam 11 dB.
     optimizer: Optimizer = field("muon", "muon: Muon for matrices, AdamW for the rest")
     lr: PositiveFloat = field(3e-3, "peak learning rate")
     weight_decay: NonNegativeFloat = field(0.0, "decoupled weight decay of the codec's kernels")
@@ -240,13 +240,13 @@ class CodecConfig(SharedConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        # The STFT discriminator halves the frames three times.
+        # The STFT discriminator halves the number of frames three times.
         if self.is_adversarial and self.crop < 1.75 * self.stft_window:
             raise UserError(
                 f"--seconds: {self.crop} samples are too short for the STFT discriminator; "
                 f"expected {1.75 * self.stft_window:.0f} or more"
             )
-        # Otherwise the run would end without codebooks.
+        # Otherwise the run would end before it has codebooks.
         if self.steps <= self.quantizer_start and not self.init_from:
             raise UserError(
                 f"--steps {self.steps}: there are no codebooks before --quantizer_start "
@@ -255,7 +255,7 @@ class CodecConfig(SharedConfig):
 
     @property
     def is_adversarial(self):
-        """Whether there are discriminators."""
+        """True if there are discriminators."""
         return bool(self.adversarial_weight or self.feature_weight)
 
     @property
@@ -269,8 +269,9 @@ class CodecConfig(SharedConfig):
         return max(128, 2 ** round(math.log2(self.sample_rate / 20)))
 
 
-R1_EVERY = 4  # steps between R1 penalties; unlike in StyleGAN2, the weight is not multiplied by it
-CODEBOOK = "quantizer.codebook"  # averaged like the encoder that it belongs to
+# Steps between R1 penalties. Unlike in StyleGAN2, the weight is not multiplied by this number.
+R1_EVERY = 4
+CODEBOOK = "quantizer.codebook"  # buffer that the EMA averages along with the weights
 
 
 # Evaluation
@@ -285,7 +286,7 @@ def evaluate_codec(codec, cfg, split, device):
     codec.eval()  # no quantizer dropout
     Q = cfg.num_quantizers
 
-    # A fixed spectrum, so that codecs can be compared whatever the windows of their losses are.
+    # A fixed spectrum, so that codecs with different loss windows can be compared.
     def log_mel(wave):
         return audio.log_mel(wave, cfg.sample_rate, window=1024, hop=256, bins=64)
 
@@ -301,7 +302,7 @@ def evaluate_codec(codec, cfg, split, device):
             fake = fake[None, :length]
             loss = soundstream.reconstruction_loss(fake, codec.emphasize(real), cfg)
             found["loss"].append(loss.item())
-            # The loss is of the emphasized signal, as in training; quality is of the audio itself.
+            # The loss is measured on the emphasized signal, as in training, quality on the audio.
             fake = codec.deemphasize(fake.float())
             distance = (log_mel(fake) - log_mel(real)).abs().mean()
             found[f"mel_distance@{Q}"].append(distance.item())
@@ -322,7 +323,7 @@ def reconstructions(codec, split):
     dataset, indices = split
     usable = dataset.load_usable(indices[:NUM_SOUNDS])
     for number, (index, wave) in enumerate(usable.items()):
-        # Decoded audio has whole frames, so cut it to the length of the recording.
+        # Decoded audio consists of whole frames, so cut it to the length of the recording.
         yield f"{number}_real", wave, dataset.names[index]
         yield number, codec.decode(codec.encode(wave))[: len(wave)], dataset.names[index]
 
@@ -331,13 +332,13 @@ def reconstructions(codec, split):
 
 
 def augment(waves):
-    """Change the loudness of waves (B, T) by -10 to 6 dB, and mix half of them with another one.
+    """Change the loudness of waves (B, T) by -10 to 6 dB, and mix half of them with another wave.
 
-    As in EnCodec (§4.1). Reduces overfitting on small data sets.
+    As in EnCodec (§4.1). It reduces overfitting on small data sets.
     """
     size = len(waves), 1
     device = waves.device
-    # How much of the next wave in the batch is mixed in.
+    # How much of another wave in the batch is mixed in; 0 for half of them.
     share = torch.rand(size, device=device) * (torch.rand(size, device=device) < 0.5)
     decibels = torch.rand(size, device=device) * 16 - 10
     return (waves + share * waves.roll(1, 0)) * 10 ** (decibels / 20)
@@ -372,10 +373,10 @@ def train_soundstream(cfg, device):
     splits = dist.on_all(lambda: open_recordings(cfg, hop_length, cfg.crop))
     dataset, indices = splits["train"]
     identity = resume.identify(run, cfg, splits)
-    if run.results:  # it is finished
+    if run.results:  # the run is finished
         return loop.announce(run, cfg)
 
-    # Build codec, discriminators, their optimizers and the EMA. Restore them if resuming.
+    # Build codec, discriminators, their optimizers and the EMA. Restore them on resume.
     accumulate.seed_all(cfg.seed, "weights")  # all ranks start with the same weights
     codec = soundstream.SoundStream(cfg).to(device)  # encoder, quantizer, decoder
     optimizers = optim.make(codec, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
@@ -387,8 +388,8 @@ def train_soundstream(cfg, device):
         discriminator_optimizers = optim.make(
             discriminators, "adamw", cfg.discriminator_lr, 0.0, cfg.betas, cfg.eps
         )
-    scaler = amp.scaler(device, cfg.precision)  # shared by both
-    # Averaged networks need averaged codebooks: they change together.
+    scaler = amp.scaler(device, cfg.precision)  # shared by codec and discriminators
+    # Average the codebooks, too, because they change together with the weights.
     ema = EMA(
         codec,
         cfg.ema_update_every,
@@ -417,7 +418,7 @@ def train_soundstream(cfg, device):
     save_due = loop.Due(cfg.save_every, state)
 
     def evaluate(split, name):
-        """(metrics of the averaged weights, {file: caption} of their audio)"""
+        """Evaluate the averaged weights; returns (metrics, {audio file: caption})."""
         with ema.applied(codec):
             metrics = evaluate_codec(codec, cfg, split, device)
             written = reconstructions(codec, split)
@@ -427,17 +428,17 @@ def train_soundstream(cfg, device):
     # Open the logger and write config.json.
     with loop.begin(run, state, about, device) as progress:
         while True:
-            # Evaluate the averaged weights. Before k-means there are no codes, so there is nothing
-            # to evaluate. val_loss leaves out commitment and discriminators.
+            # Evaluate the averaged weights. Before k-means there are no codes to evaluate. val_loss
+            # leaves out commitment and discriminators.
             if eval_due() and codec.quantizer.ready:
                 with progress.paused():
                     metrics, samples = evaluate(splits["validation"], f"step_{state.step:08d}")
                 metrics["val_loss"] = metrics.pop("loss")
-                progress.log_evaluation(metrics, samples)  # and save the best
+                progress.log_evaluation(metrics, samples)  # also saves the best model
             if state.step >= cfg.steps:
                 break
 
-            # Set the learning rates. Initialize the codebooks once the encoder has learned a bit.
+            # Set the learning rates. Initialize the codebooks once the encoder is partly trained.
             codec.train()
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
             if state.step == cfg.quantizer_start:
@@ -458,7 +459,7 @@ def train_soundstream(cfg, device):
             stepped = False
             while not stepped:  # an fp16 overflow repeats the step with a smaller loss scale
                 chunk_losses = []  # each summed over its samples
-                discriminator_sum = torch.zeros((), device=device)  # also summed over samples
+                discriminator_sum = torch.zeros((), device=device)  # summed over samples, too
                 for chunk, batch in zip(plan, step_batches):
                     # Randomness depends only on (seed, step, chunk), not on the rank.
                     accumulate.seed_all(cfg.seed, state.step, chunk.index)
@@ -476,7 +477,8 @@ def train_soundstream(cfg, device):
                             )
                             loss = loss + cfg.adversarial_weight * hinge
                             loss = loss + cfg.feature_weight * features
-                    # Chunk weights sum to 1, so the gradient is that of the mean loss.
+                    # Chunk weights sum to 1, so the gradients add up to the gradient of the mean
+                    # loss.
                     with dist.sum_gradients(codec, chunk is plan[-1]):  # over all ranks
                         scaler.scale(loss * chunk.weight).backward()
                     chunk_losses.append(loss.detach() * chunk.size)
@@ -490,10 +492,10 @@ def train_soundstream(cfg, device):
                             scaler.scale(loss * chunk.weight).backward()
                         discriminator_sum += loss.detach() * chunk.size
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
-                # If only the discriminators overflow, they skip this step; the codec has stepped.
+                # If only the discriminators overflow, they skip the step that the codec has taken.
                 if stepped and cfg.is_adversarial:
                     norm, taken = amp.step(scaler, discriminator_optimizers, cfg.max_grad_norm)
-                    if taken:  # 0 · nan is nan, so that a bad norm of either one ends the run
+                    if taken:  # 0 · nan is nan: a bad norm of either model ends the run
                         grad_norm = grad_norm + 0 * norm
                 scaler.update()
                 codec.zero_grad()
@@ -523,9 +525,9 @@ def train_soundstream(cfg, device):
 
 
 def load_codec(folder, device, name="", weights="ema"):
-    """The codec of a run folder, or a published one, hf:MODEL; in eval mode and frozen.
+    """Load the codec of a run folder, or a published codec (hf:MODEL), in eval mode and frozen.
 
-    name: of the file; see `checkpoint.model_file`. The default is the last codec, not the best,
+    name: file name, see `checkpoint.model_file`. The default is the last codec, not the best,
     because the validation loss leaves out the discriminators.
     """
     if folder.startswith("hf:"):
@@ -544,9 +546,9 @@ def load_codec(folder, device, name="", weights="ema"):
 
 # Part 2: AudioLM
 
-# AudioLM needs a codec, a SoundStream or a published one (`interop.codecs`), on any device, with
-# encode(wave (T,)) -> codes (frames, Q), decode(codes (frames, n)) -> wave, both on the CPU;
-# sample_rate, hop_length, frame_rate, num_quantizers, codebook_size; checksum of its file.
+# AudioLM needs a codec: a SoundStream or a published one (`interop.codecs`), on any device. It has
+# encode(wave (T,)) -> codes (frames, Q) and decode(codes (frames, n)) -> wave, with tensors on the
+# CPU; sample_rate, hop_length, frame_rate, num_quantizers, codebook_size; checksum of its file.
 
 # Config
 
@@ -606,7 +608,7 @@ class SemanticConfig(TransformerConfig):
         "semantic tokens: k-means on mfcc, or on hf:MODEL:LAYER (HuBERT, WavLM, w2v-BERT 2.0)",
         fixed=True,
     )
-    clusters: CodebookSize = model_field(36, "number of semantic tokens; AudioLM has 1,024")
+    clusters: CodebookSize = model_field(36, "size of the semantic vocabulary; AudioLM has 1,024")
     max_text_len: NonNegativeInt = model_field(
         24, "longest transcript in tokens; longer ones are cut; 0: no text"
     )
@@ -652,7 +654,7 @@ STAGES = {
 }
 
 PROMPT_SECONDS = 0.4  # length of the prompts in evaluation
-TEXT_WORDS = 320  # most frequent words, which get a token each; others are spelled in bytes
+TEXT_WORDS = 320  # frequent words that get a token each; other words are spelled in bytes
 TEXT_DROP = 0.1  # probability of dropping the text, for guidance
 
 # Data: recordings as tokens
@@ -668,15 +670,16 @@ def make_features(tokenizer):
 
 
 def load_tokenizers(cfg, device):
-    """(codec, k-means, made_with: {name: what determines the tokens}) of a coarse or fine stage.
+    """Load (codec, k-means, made_with) for a coarse or fine stage.
 
-    A fine stage has no k-means. UserError if the codec does not fit `cfg`.
+    made_with: {name: plain value}, which identifies the tokens. A fine stage has no k-means.
+    UserError if the codec does not fit `cfg`.
     """
     folder = cfg.soundstream or f"{cfg.run_dir}/soundstream"
     codec = load_codec(folder, device)
     if codec.sample_rate != (cfg.sample_rate or codec.sample_rate):
         raise UserError(
-            f"--sample_rate {cfg.sample_rate}: expected that of the codec, {codec.sample_rate}"
+            f"--sample_rate {cfg.sample_rate}: expected the codec's rate, {codec.sample_rate}"
         )
     used = cfg.codec_quantizers or codec.num_quantizers
     fewest = cfg.coarse_quantizers
@@ -698,7 +701,7 @@ def load_tokenizers(cfg, device):
 
 
 def make_streams(cfg, kmeans, codec):
-    """The token streams of a stage. Its transformer predicts the last one from the one before it.
+    """The token streams of a stage. Its transformer predicts the last stream from the one before.
 
     kmeans, codec: None if the stage does not use their tokens.
     """
@@ -720,8 +723,8 @@ def make_streams(cfg, kmeans, codec):
 def evaluate_transformer(model, cfg, split, device):
     """{metric: value}: loss and accuracy (means over samples of means over tokens), as in training.
 
-    unigram_entropy is about the loss of a model that ignores context. split: (TokenCrops, indices).
-    Collective.
+    unigram_entropy approximates the loss of a model that ignores context. split: (TokenCrops,
+    indices). Collective.
     """
     model.eval()  # no dropout
     stream = model.streams[-1]
@@ -743,10 +746,10 @@ def evaluate_transformer(model, cfg, split, device):
 def continuations(model, cfg, split, codec):
     """Yield samples of the coarse or fine stage, conditioned on real tokens, for `write_sounds`.
 
-    The coarse stage continues prompts, given real semantic tokens. The fine stage is given real
-    coarse codes.
+    The coarse stage continues prompts, given real semantic tokens. The fine stage gets real coarse
+    codes.
     """
-    if not codec:  # the semantic stage alone makes no audio
+    if not codec:  # the semantic stage makes no audio
         return
     crops, indices = split
     prompt_frames = 0  # the fine stage has no prompt, only coarse codes
@@ -761,7 +764,7 @@ def continuations(model, cfg, split, codec):
             [real[:prompt_frames]],
             [len(real)],
             [False],
-            # The index seeds the sampling, so audio of different steps can be compared.
+            # The index seeds the sampling, so audio from different steps can be compared.
             [accumulate.derive_seed(cfg.seed, "sound", int(index))],
             token_lm.AS_TRAINED,
         )
@@ -791,7 +794,7 @@ def train_transformer(cfg, device):
     run, cfg = resume.open_run(cfg, f"{cfg.run_dir}/{cfg.stage}", MAX_CHUNK)
     codec = None
     kmeans = None
-    made_with = {}  # what determines the tokens
+    made_with = {}  # see `load_tokenizers`
     hop_length = 1  # the semantic stage takes recordings of any length
     if cfg.stage != "semantic":
         codec, kmeans, made_with = dist.on_all(lambda: load_tokenizers(cfg, device))
@@ -800,12 +803,12 @@ def train_transformer(cfg, device):
         hop_length = codec.hop_length
     splits = dist.on_all(lambda: open_recordings(cfg, hop_length, shifts=cfg.shifts))
     dataset, indices = splits["train"]
-    # Another codec or k-means makes other tokens, so the run could not be resumed.
+    # Another codec or k-means would make different tokens, so a resumed run must keep them.
     identity = resume.identify(run, cfg, splits, **made_with)
     if run.results:  # the run is finished
         return loop.announce(run, cfg)
 
-    # Tokenize all recordings, unless an earlier start has done so. The semantic stage fits its
+    # Tokenize all recordings that an earlier start has not tokenized. The semantic stage fits its
     # k-means first.
     if cfg.stage == "semantic":
         kmeans = tokens.fit_kmeans(run, dataset, indices, cfg, device, make_features)
@@ -816,7 +819,7 @@ def train_transformer(cfg, device):
     if cfg.join:
         crops.join_within(indices, cfg.join)
 
-    # Build model, optimizer and EMA. Restore them if resuming.
+    # Build model, optimizer and EMA. Restore them on resume.
     vocabulary = []
     longest_text = 0
     # Only the semantic stage sees the text: its tokens carry the content to the other stages.
@@ -825,7 +828,7 @@ def train_transformer(cfg, device):
             crops, indices, TEXT_WORDS, cfg.max_text_len
         )
     accumulate.seed_all(cfg.seed, "weights")  # all ranks start with the same weights
-    # Plain values, which are stored in model files. Generation stays within these lengths.
+    # Plain values to store in model files. Generation stays within these lengths.
     arguments = {
         "streams": list(map(list, streams)),
         "vocabulary": vocabulary,
@@ -851,7 +854,7 @@ def train_transformer(cfg, device):
     save_due = loop.Due(cfg.save_every, state)
 
     def evaluate(split, name):
-        """(metrics of the averaged weights, their sounds as files)"""
+        """Evaluate the averaged weights; returns (metrics, {audio file: caption})."""
         with ema.applied(model):
             metrics = evaluate_transformer(model, cfg, split, device)
             written = continuations(model, cfg, split, codec)
@@ -861,13 +864,13 @@ def train_transformer(cfg, device):
     # Open the logger and write config.json.
     with loop.begin(run, state, about, device) as progress:
         while True:
-            # Evaluate. Sampling uses the averaged weights, so val_loss and best.pt are of these.
+            # Evaluate. Sampling uses the averaged weights, so val_loss and best.pt use them, too.
             if eval_due():
                 with progress.paused():
                     metrics, samples = evaluate(splits["validation"], f"step_{state.step:08d}")
                 metrics["val_loss"] = metrics.pop("loss")
                 metrics["val_accuracy"] = metrics.pop("accuracy")
-                progress.log_evaluation(metrics, samples)  # and save the best
+                progress.log_evaluation(metrics, samples)  # also saves the best model
             if state.step >= cfg.steps:
                 break
 
@@ -886,7 +889,7 @@ def train_transformer(cfg, device):
                         drop = torch.rand(len(batch["inputs"]), device=device) < TEXT_DROP
                         with amp.autocast(device, cfg.precision):
                             losses, _ = model(batch, drop)
-                            loss = losses.mean()  # samples of all lengths count the same
+                            loss = losses.mean()  # long and short samples count the same
                         with dist.sum_gradients(model, chunk is plan[-1]):  # over all ranks
                             scaler.scale(loss * chunk.weight).backward()
                         chunk_losses.append(loss.detach() * chunk.size)
@@ -916,14 +919,14 @@ def train_transformer(cfg, device):
 
 
 class Prompt(NamedTuple):
-    """Audio to continue, as both kinds of tokens."""
+    """Audio to continue, as semantic tokens and as codes."""
 
     semantic: torch.Tensor  # (N, 1)
     codes: torch.Tensor  # (T, Q)
 
 
 def load_transformer(stage, folder, device, name="", weights="ema"):
-    """The model in a stage's run folder, in eval mode and frozen; name: as in `load_codec`."""
+    """Load the model in a stage's run folder, in eval mode and frozen. name: see `load_codec`."""
     file = checkpoint.model_file(folder, name, weights)
     cfg, contents = checkpoint.read_model({stage: STAGES[stage]}, file, weights)
     model = token_lm.TokenTransformer(cfg, **contents["arguments"])
@@ -947,41 +950,41 @@ class Pipeline:
 
         self.semantic = load("semantic")
         self.coarse = load("coarse")
-        # Load what coarse was trained with, from this folder even if it was moved.
+        # Load the codec and k-means of the coarse stage, from this folder even if it was moved.
         cfg = dataclasses.replace(self.coarse.cfg, run_dir=args.run_dir)
         self.codec, self.kmeans, expected = load_tokenizers(cfg, device)
         self.models = [self.semantic, self.coarse]
         self.fine = None
         used = cfg.codec_quantizers or self.codec.num_quantizers
-        if args.fine and cfg.coarse_quantizers < used:  # else coarse predicts all
+        if args.fine and cfg.coarse_quantizers < used:  # otherwise coarse predicts all
             self.fine = load("fine")
             self.models.append(self.fine)
         for model in self.models:
-            # The semantic stage has only the k-means.
+            # The semantic stage depends only on the k-means.
             if not model.made_with.items() <= expected.items():
                 raise UserError(
                     f"{args.run_dir}/{model.cfg.stage}: trained on other tokens, "
-                    f"{model.made_with}; those of coarse and the files are {expected}"
+                    f"{model.made_with}; coarse and its files have {expected}"
                 )
 
     def prompt(self, wave):
-        """The Prompt for the end of a wave (T,), in whole frames of both kinds of tokens."""
-        wave = wave[len(wave) % self.codec.hop_length :]  # cut the start, because the end continues
+        """A Prompt from the end of a wave (T,), in whole frames of both kinds of tokens."""
+        wave = wave[len(wave) % self.codec.hop_length :]  # cut the start: the end is continued
         frames = len(wave) * semantic.FRAME_RATE // self.codec.sample_rate
-        # Leave out a last incomplete frame, which would be mostly silence.
+        # Leave out an incomplete last frame, which would be mostly silence.
         tokens_of_wave = self.kmeans.encode(wave)[: max(1, frames)]
         content = tokens_of_wave.unique_consecutive()[:, None]
         return Prompt(content, self.codec.encode(wave))
 
     def empty_prompt(self):
         codes = torch.zeros(0, self.codec.num_quantizers).long()
-        return Prompt(codes[:, :1], codes)  # semantic tokens have one quantizer
+        return Prompt(codes[:, :1], codes)  # semantic tokens have a single quantizer
 
     def generate(self, prompts, seconds, seeds, texts=(), sampling=token_lm.AS_TRAINED):
-        """Codes (T, Q) for each of B prompts: those of the prompt, and up to `seconds` more.
+        """Codes (T, Q) for each of B prompts: the prompt's codes, and up to `seconds` more.
 
-        texts: B, or none. With a text, audio ends with EOS; a long text is spoken in parts, each in
-        the voice of the previous one. Without a text, audio lasts for all `seconds` (§III-D).
+        texts: B, or none. With a text, audio ends with EOS; a long text is spoken in parts, all in
+        the same voice. Without a text, audio lasts for all `seconds` (§III-D).
         """
         texts = texts or [""] * len(prompts)
 
@@ -991,19 +994,19 @@ class Pipeline:
                 model, context_of, prompts, limits, may_end, stage_seeds, sampling, texts
             )
 
-        # Content: semantic tokens, from the text or the prompt (§III-C1). They have no context, as
-        # they are the first stream.
+        # Content: semantic tokens, from the text or the prompt (§III-C1). As the first stream,
+        # they have no context.
         more = math.ceil(seconds * self.semantic.frame_rate)
         parts = []  # (sample, text, prompt tokens, maximum tokens, seed)
         for b, (prompt, text) in enumerate(zip(prompts, texts)):
             known = prompt.semantic  # (N, 1)
             for number, part in enumerate(self.semantic.split_text(text)):
-                # In training a text goes with a whole recording, so a part must fit in one window.
+                # In training, a text goes with a whole recording, so a part must fit in one window.
                 limit = self.semantic.max_frames if part else len(known) + more
                 seed = accumulate.derive_seed(seeds[b], number) if number else seeds[b]
                 parts.append((b, part, known, limit, seed))
                 known = known[:0]  # only the first part continues the prompt
-        # The parts are independent of each other, so they form one batch.
+        # The parts are independent of each other, so generate them as one batch.
         owners, part_texts, known, limits, part_seeds = map(list, zip(*parts))
         spoken = generate_stage(
             self.semantic,
@@ -1019,18 +1022,19 @@ class Pipeline:
             of_sample = [part for owner, part in zip(owners, spoken) if owner == b]
             # A part may begin with the last token of the previous part.
             content.append(torch.cat(of_sample).unique_consecutive(dim=0))
-        windows = [(0, 0)] * len(prompts)  # where each last window began: (code frame, token)
+        windows = [(0, 0)] * len(prompts)  # starts of the last windows: (code frame, token)
 
         def content_from(b, codes, start):
             """The semantic tokens of sample b for a window that starts at frame `start` of `codes`.
 
-            Tokens without repetitions have no timing, so they are aligned with the audio so far.
+            Semantic tokens have no repetitions and thus no timing, so they are aligned with the
+            audio so far.
             """
             if start:
                 ratio = semantic.FRAME_RATE / self.codec.frame_rate
                 before, token = windows[b]
                 spoken_tokens = self.kmeans.encode(self.codec.decode(codes))
-                spoken_tokens = spoken_tokens[round(before * ratio) :]  # since the last window
+                spoken_tokens = spoken_tokens[round(before * ratio) :]  # from the last window on
                 places = tokens.align(content[b][token:, 0].numpy(), spoken_tokens.numpy())
                 # A window may begin where the audio so far ends.
                 frame = min(round(start * ratio) - round(before * ratio), len(places) - 1)
@@ -1049,7 +1053,7 @@ class Pipeline:
         if not self.fine:
             return coarse
 
-        # Detail: fine codes, from the coarse ones (§III-C3).
+        # Detail: fine codes, from the coarse codes (§III-C3).
         stop = num_coarse + self.fine.streams[-1].num_quantizers
         details = generate_stage(
             self.fine,
@@ -1074,16 +1078,16 @@ class EvaluateConfig(config.Inference):
     """What to evaluate"""
 
     run_dir: str = field("runs/audio", "folder of the runs, one per stage")
-    eval_samples: NonNegativeInt = field(192, "maximum held-out recordings to continue, 0: all")
+    eval_samples: NonNegativeInt = field(192, "maximum test recordings to continue, 0: all")
     out: str = field("", 'folder for scores.json and sounds/; "": the folder of the runs')
 
     fine: ClassVar[bool] = True  # evaluate all stages
 
 
 def evaluate_pipeline(args, device=None):
-    """Continue held-out recordings, and print and write metrics. Collective.
+    """Continue recordings of the test split, and print metrics. Collective.
 
-    Metrics go to scores.json, audio to sounds/. The built-in recordings have more metrics
+    Metrics also go to scores.json, audio to sounds/. The built-in recordings have more metrics
     (`syllables.SyllableScores`).
     """
     device = device or dist.setup(args.device)
@@ -1107,13 +1111,13 @@ def evaluate_pipeline(args, device=None):
         first = number * EVAL_BATCH
         usable = dataset.load_usable(indices[first : first + EVAL_BATCH])
         prompts = []
-        for wave in usable.values():  # prompts are whole frames, at most half of a recording
+        for wave in usable.values():  # prompts are whole frames, at most half a recording
             frames = min(round(PROMPT_SECONDS * rate), len(wave) // 2) // hop_length
             prompts.append(pipeline.prompt(wave[: max(1, frames) * hop_length]))
         seeds = [accumulate.derive_seed(args.seed, "goes on", index) for index in usable]
         generated = pipeline.generate(prompts, CONTINUE_SECONDS, seeds)
         for i, (index, wave) in enumerate(usable.items()):
-            start = len(prompts[i].codes) * hop_length  # of what was added to the prompt
+            start = len(prompts[i].codes) * hop_length  # where the continuation starts
             sound = pipeline.codec.decode(generated[i])
             found["seconds_added"].append((len(sound) - start) / rate)
             if scores:
@@ -1125,7 +1129,7 @@ def evaluate_pipeline(args, device=None):
         if scores and pipeline.semantic.has_text:
             scores.add_texts(usable, seeds)
     metrics = loop.means(found)
-    tracker.print_results(f"The stages together ({out}/sounds):", metrics)
+    tracker.print_results(f"All stages together ({out}/sounds):", metrics)
     if dist.is_main():
         checkpoint.write_json(metrics, f"{out}/scores.json")
         print(f"\nNext: python train_audio.py sample --run_dir {shlex.quote(args.run_dir)}")
@@ -1135,20 +1139,20 @@ def evaluate_pipeline(args, device=None):
 class SampleConfig(config.Inference):
     """What to sample"""
 
-    run_dir: str = field("runs/audio", "folder of the runs, one for each stage")
+    run_dir: str = field("runs/audio", "folder of the runs, one per stage")
     text: str = field(
         "", "text to speak, including that of --prompt; with neither, generation is unconditional"
     )
     prompt: str = field("", "recording to continue, in its voice")
     prompt_seconds: NonNegativeFloat = field(
-        0.0, "use only the end of the prompt, 0: as much as coarse was trained on"
+        0.0, "seconds to use from the end of the prompt, 0: as much as coarse was trained on"
     )
     seconds: PositiveFloat = field(2.0, "maximum seconds after the prompt")
     temperature: float = field(
-        -1.0, "sampling temperature, 0: most probable codes, below 0: as trained"
+        -1.0, "sampling temperature, 0: most probable codes, below 0: as in training"
     )
     top_k: NonNegativeInt = field(0, "sample from the k most probable codes, 0: all")
-    guidance_scale: NonNegativeFloat = field(1.0, "guidance toward the text, 1: none")
+    guidance_scale: NonNegativeFloat = field(1.0, "guidance scale for the text, 1: none")
     fine: bool = field(True, "run the fine stage; off: decode only the coarse codes")
     reconstruct: str = field("", "recording to encode and decode with the codec")
     soundstream: str = field("", 'codec for --reconstruct: run folder or hf:MODEL; "": RUN\'s')
@@ -1174,10 +1178,10 @@ class SampleConfig(config.Inference):
 
 
 def read_wave(path, codec, length=0):
-    """(the last `length` samples of a recording (T,), or all of them, at LOUDNESS; their gain).
+    """Read the last `length` (0: all) samples of a recording; returns (wave (T,), its gain).
 
-    They have the codec's sample rate, and the gain of the whole recording, as in training.
-    UserError if they are shorter than a frame.
+    The wave has the codec's sample rate. The gain brings the whole recording to LOUDNESS, as in
+    training. UserError if the wave is shorter than a frame.
     """
     channels, rate, _ = recordings.read(path)
     wave = torch.from_numpy(recordings.mix_down(channels, path))
@@ -1189,19 +1193,19 @@ def read_wave(path, codec, length=0):
 
 
 def continue_sound(args, device):
-    """(codec, wave (T,)) generated from a text, a prompt, or both."""
+    """Generate audio from a text, a prompt, or both, or neither; returns (codec, wave (T,))."""
     pipeline = Pipeline(args, device)
     if args.text and not pipeline.semantic.has_text:
         raise UserError(f"--text: {args.run_dir} was trained without texts; give --prompt")
     codec = pipeline.codec
     prompt = pipeline.empty_prompt()
     gain = 1.0
-    if args.prompt:  # leave room for one new frame in coarse's training length
+    if args.prompt:  # leave room for one new frame within coarse's training length
         most = codec.hop_length * (pipeline.coarse.max_frames - 1)
         length = round(args.prompt_seconds * codec.sample_rate) or most
         wave, gain = read_wave(args.prompt, codec, min(length, most))
         prompt = pipeline.prompt(wave)
-    # Each text has its own seed.
+    # Different texts get different seeds.
     seed = accumulate.derive_seed(args.seed, args.text, 0)
     parts = pipeline.semantic.split_text(args.text)
     if len(parts) > 1:
@@ -1213,12 +1217,12 @@ def continue_sound(args, device):
     (codes,) = pipeline.generate([prompt], args.seconds, [seed], [args.text], sampling)
     added = (len(codes) - len(prompt.codes)) / codec.frame_rate
     if args.text and added >= args.seconds:
-        config.note(f"--seconds {args.seconds}: reached, so the audio may end before its text")
+        config.note(f"--seconds {args.seconds}: reached, so the audio may end before the text does")
     return codec, codec.decode(codes) / gain  # as loud as the prompt
 
 
 def reconstruct(args, device):
-    """(codec, wave (T,)) of a recording that was encoded and decoded."""
+    """Encode and decode a recording; returns (codec, wave (T,))."""
     folder = args.soundstream or f"{args.run_dir}/soundstream"
     codec = load_codec(folder, device, args.model, args.weights)
     count = args.num_quantizers or codec.num_quantizers
@@ -1232,7 +1236,7 @@ def reconstruct(args, device):
 
 
 def sample(args):
-    """Write audio: generated, or reconstructed by the codec."""
+    """Write a WAV file of generated audio, or of a codec's reconstruction."""
     device = dist.choose_device(args.device)
     if not dist.is_main():  # a single process samples
         return
@@ -1251,7 +1255,7 @@ TRAIN = {
 
 
 def train(cfg):
-    """Train one stage, or all in turn and then evaluate them together."""
+    """Train one stage; or train all in turn, then evaluate them together."""
     device = dist.setup(cfg.device, cfg.timeout_minutes, cfg.deterministic)
     configs = [cfg]
     if cfg.stage == "all":
@@ -1263,7 +1267,7 @@ def train(cfg):
         ]
         codec, _, coarse, _ = configs
         used = coarse.codec_quantizers or codec.num_quantizers
-        if coarse.coarse_quantizers == used:  # fine has none to predict
+        if coarse.coarse_quantizers == used:  # fine has no codes to predict
             configs.pop()
     for each in configs:  # a finished stage only prints its results
         TRAIN[each.stage](each, device)
@@ -1278,7 +1282,7 @@ LARGE = dict(
     lr=1e-4,
     steps=1_000_000,
     warmup_steps=1_000,
-    cosine=False,  # the papers mention no decay
+    cosine=False,  # the papers mention no learning rate decay
     ema_decay=0.9999,  # the papers have no EMA
     validation=0.01,
     test=0.01,
@@ -1299,8 +1303,8 @@ SOUNDSTREAM = dict(
     quantizer_start=0,  # k-means before the first step (§III-C)
     wave_weight=0.0,  # not in the paper
     commitment_weight=1.0,
-    # In the paper λ_rec, λ_adv and λ_feat are 1, 1 and 100, for losses that are sums. With these
-    # weights and trained discriminators, the gradients at the wave are as 1 : 0.6 : 1.4.
+    # In the paper λ_rec, λ_adv and λ_feat are 1, 1 and 100, for losses that are sums. With the
+    # weights here and trained discriminators, their gradients at the wave relate as 1 : 0.6 : 1.4.
     mel_weight=1.0,
     adversarial_weight=0.3,
     feature_weight=3.0,
@@ -1312,7 +1316,7 @@ SOUNDSTREAM = dict(
     optimizer="adamw",
     betas=(0.5, 0.9),  # the first is low, as in many GANs
 )
-# AudioLM §IV-A: 12 layers, 16 heads, width 1024; crops of 30, 10 and 3 s; 1M steps of 256.
+# AudioLM §IV-A: 12 layers, 16 heads, width 1024; crops of 30, 10 and 3 s; 1M steps, batch 256.
 # §IV-B: temperatures. The other settings are not in the paper. Its semantic tokens, 25 per second,
 # are from layer 7 of w2v-BERT XL, which is not published. Here they are from w2v-BERT 2.0, 50 per
 # second.
@@ -1343,13 +1347,13 @@ AUDIOLM_16KHZ = {
     "fine": dict(AUDIOLM, seconds=3.0, temperature=0.6, coarse_quantizers=4),
 }
 # For recordings of speech, on two cores. Tried on spoken digits: 600 recordings of four speakers.
-# With --stage all, the shared settings are those of "all".
+# With --stage all, shared settings come from "all".
 SPEECH = dict(log_every=50, eval_every="100", save_every="500")
 SPEECH_TOKENS = dict(
     SPEECH,
     dropout=0.3,
     weight_decay=0.1,
-    shifts=4,  # otherwise 600 recordings soon overfit
+    shifts=4,  # otherwise the model soon overfits 600 recordings
     steps=600,
     batch_size=32,
     lr=1e-3,
@@ -1361,7 +1365,7 @@ SPEECH_SMALL = {
         strides=(2, 4, 5, 4),  # 50 frames per second
         latent_dim=32,
         # 8 bits each: 1.6 kbit/s. A fifth quantizer makes no audible difference. With a larger
-        # wave_weight audio sounds cleaner (PESQ), but fewer words and voices are recognized.
+        # wave_weight, audio is cleaner (PESQ), but fewer words and voices are recognized.
         num_quantizers=4,
         wave_weight=1.0,
         mel_seconds=0.256,  # PESQ is 0.2 higher than with the paper's windows
@@ -1371,7 +1375,7 @@ SPEECH_SMALL = {
         augment=True,
         steps=8_000,
     ),
-    # Only recordings that fit in a crop have a text, so the crop is long.
+    # Only recordings that fit in a crop have a text, so crops are long.
     "semantic": dict(
         SPEECH_TOKENS,
         seconds=10.0,
@@ -1380,14 +1384,14 @@ SPEECH_SMALL = {
         max_text_len=64,
         dropout=0.2,
         steps=400,
-        temperature=0.6,  # AudioLM's (§IV-B), and so is that of coarse
+        temperature=0.6,  # as in AudioLM §IV-B; also below, for coarse
     ),
     "coarse": dict(
         SPEECH_TOKENS,
         seconds=3.0,
         join=0.5,
-        # Words and voices are in the first two quantizers. With 400 recordings, a fine stage cannot
-        # predict the others.
+        # The first two quantizers contain words and voices. With 400 recordings, a fine stage
+        # cannot learn to predict the others.
         codec_quantizers=2,
         optimizer="adamw",
         temperature=0.8,

@@ -12,32 +12,37 @@ and its own settings, which need --stage. A cascade is a list of such folders. `
 train_decoder.py [train|evaluate|sample] --help` lists the settings.
 
 DALL-E 2: Ramesh et al. 2022; GLIDE: Nichol et al. 2021; ADM: Dhariwal & Nichol 2021; Imagen:
-Saharia et al. 2022; Karlo: kakaobrain/karlo-v1-alpha. What differs from the papers:
+Saharia et al. 2022; Karlo: kakaobrain/karlo-v1-alpha.
+
+What differs from the papers ("the presets" are those of DALL-E 2 and Karlo):
 - A frozen CLIP encodes the text, as in Karlo; GLIDE trains a text transformer instead. Text padding
   is masked; GLIDE learns an embedding for it. Projected text gets a layer norm (Karlo).
-- CLIP embeddings are scaled to length √D, also in DALL-E 2's presets, unless --raw_embeddings.
+- CLIP embeddings are scaled to length √D, also in DALL-E 2's presets. --raw_embeddings turns this
+  off.
 - By default the base learns rectified flow, with SD3's timestep density and Muon, and the upsampler
-  predicts x0. The presets use the papers' epsilon prediction, AdamW and learned variance.
-- The default sizes are small enough for two CPU cores. Crops of the default upsampler have half the
-  image's side; in the paper and in the presets they have a quarter of it.
+  predicts x0. The presets use the papers' epsilon prediction and AdamW, and for the base a learned
+  variance.
+- The default sizes are small enough for two CPU cores. The default upsampler trains on crops with
+  half the image's side; the paper and the presets use a quarter.
 - The bound that trains the learned variance clips x0; ADM's code does not.
-- All images are shrunk with a box filter. The low resolution is enlarged bicubically; ADM enlarges
-  bilinearly. The presets clip gradients at 1 and warm up for 10,000 steps.
+- All images are shrunk with a box filter. The low-resolution image is enlarged bicubically; ADM
+  enlarges it bilinearly.
+- Gradients are clipped at 1. The presets warm up the learning rate for 10,000 steps.
 - Rectified flow is trained on 1,000 discrete noise levels.
 - The input of an upsampler is blurred with probability 0.5. Noise augmentation (Imagen) is off by
-  default; with it, sampling adds the least noise, or that of `sample --low_res_noise`. DALL-E 2
-  degrades the input of its second upsampler (256 -> 1024) with BSR.
+  default; with it, sampling adds the least noise, unless `sample --low_res_noise` asks for more.
+  DALL-E 2 degrades the input of its second upsampler (256 -> 1024) with BSR.
 - A model without attention levels has no attention in the middle either; ADM always has it there.
 - The group norm of a narrow layer has fewer than 32 groups.
 - The EMA decay warms up (ema.py).
-- Sampling takes evenly spaced steps, those of DPM-Solver++(2M) if there is no noise, and clips its
-  estimates of x0. DALL-E 2 tunes the spacing.
+- Sampling takes evenly spaced steps, of DPM-Solver++(2M) with --eta 0, and clips its estimates of
+  x0. DALL-E 2 tunes the spacing.
 - In guidance, a negative text replaces "no text": its encodings, and the image embedding that the
-  prior makes of it (as in Kandinsky 2).
+  prior makes from it (as in Kandinsky 2).
 - Variations of an image start from fresh noise. DALL-E 2 (§3.1) inverts the image with DDIM.
-- Inpainting is RePaint with a jump length of 1; GLIDE fine-tunes a model. The steps are those of
-  DDPM, or of DDIM without noise. Without a text, the condition is the embedding of the whole image,
-  so the contents of the hole may come back.
+- Inpainting is RePaint with a jump length of 1; GLIDE fine-tunes a model. It takes DDPM
+  steps, or DDIM steps with --eta 0. Without a text, the condition is the embedding of the whole
+  image, so the original contents of the hole may reappear.
 - There are no text diffs (§3.3).
 - Off by default and not in the papers: --loss_weight, --dream, LoRA.
 """
@@ -107,7 +112,7 @@ Density = Literal["uniform", "logit_normal", "mode"]
 TIMESTEPS = 1000  # number of noise levels T (DALL-E 2, Table 3)
 SamplingSteps = Annotated[int, (f"1 to {TIMESTEPS}", lambda value: 1 <= value <= TIMESTEPS)]
 
-# Config: shared by all stages, shared by both U-Nets, and one for each U-Net
+# Configs: one shared by all stages, one shared by both U-Nets, and one for each U-Net
 
 
 @dataclass(frozen=True)
@@ -115,11 +120,11 @@ class SharedConfig(config.TrainingRun):
     """Stage and data"""
 
     stage: Literal["all", "base", "upsample"] = field(
-        "all", "stage to train; all: one after the other, with their defaults"
+        "all", "stage to train; all: one after the other, with default settings"
     )
     preset: str = field(
         "",
-        "settings by name: pictures-cpu, pictures-gpu, dalle2-64, dalle2-256, dalle2-1024, "
+        "named settings: pictures-cpu, pictures-gpu, dalle2-64, dalle2-256, dalle2-1024, "
         "karlo-64, karlo-256; --config and flags win",
     )
     run_dir: str = field("runs/decoder", "folder of the runs; each stage has RUN_DIR/STAGE")
@@ -127,15 +132,15 @@ class SharedConfig(config.TrainingRun):
         "shapes", 'img2dataset tars, a folder of captioned images, or "shapes": built in'
     )
     clip: str = field(
-        "auto", "CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: DATA's"
+        "auto", "CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: from DATA"
     )
-    # CLIP embeddings computed on the fly describe the crop. Those stored with the data describe the
-    # whole image.
+    # CLIP embeddings computed on the fly describe the crop. Embeddings stored with the data
+    # describe the whole image.
     crop_scale: Fraction = field(
         1.0, "minimum area of random square crops, as a fraction of the image", fixed=True
     )
     flip: bool = field(
-        False, "mirror half of the images; not if captions mention left or right", fixed=True
+        False, "mirror half of the images; leave off if captions mention left or right", fixed=True
     )
     eval_samples: NonNegativeInt = field(
         192, "held-out samples to evaluate on, 0: all", affects_val_loss=True
@@ -152,7 +157,7 @@ class UNetConfig(SharedConfig):
 
     # Model: the U-Net of ADM
     image_size: PositiveInt = model_field(16, "width and height of the images")
-    width: PositiveInt = model_field(32, "channels of the first level")
+    width: PositiveInt = model_field(32, "channels of the finest level")
     channel_mult: tuple[PositiveInt, ...] = model_field(
         (1, 2, 4), "channels of each level, in multiples of width; each level halves the size"
     )
@@ -170,9 +175,9 @@ class UNetConfig(SharedConfig):
         "none", "loss weight by noise level; sigma_sqrt and cosmap: flow only"
     )
     dream: bool = field(
-        False, "train on the model's own errors (DREAM), at one more pass per step; for upsamplers"
+        False, "train on the model's own errors (DREAM), one more pass per step; for upsamplers"
     )
-    # Optimization, for minutes on two cores
+    # Optimization. The defaults train in minutes on two cores.
     steps: PositiveInt = field(900, "optimizer steps")
     batch_size: PositiveInt = field(64, "samples per step, over all ranks", fixed=True)
     optimizer: Literal["adamw", "muon"] = field(
@@ -193,23 +198,23 @@ class UNetConfig(SharedConfig):
     ema_update_after: NonNegativeInt = field(0, "steps before averaging starts")
     ema_update_every: PositiveInt = field(1, "steps between updates of the average")
     # Evaluation, and defaults of `sample`
-    eval_every: Interval = field("500", "steps between evaluations, or as 10min; 0: only the last")
+    eval_every: Interval = field("500", "steps or time (10min) between evaluations; 0: at the end")
     # On the built-in data, 25 steps are no better.
     eval_steps: SamplingSteps = field(12, "sampling steps")
-    guidance_scale: NonNegativeFloat = field(1.0, "guidance in sampling, 1: none")
-    eta: Fraction = field(0.0, "sampling noise, 1: DDPM, 0: none, by DPM-Solver++(2M)")
+    guidance_scale: NonNegativeFloat = field(1.0, "guidance scale in sampling, 1: none")
+    eta: Fraction = field(0.0, "sampling noise, 1: DDPM, 0: none (DPM-Solver++(2M))")
 
     timesteps: ClassVar[int] = TIMESTEPS
 
     def __post_init__(self):
         super().__post_init__()
         levels = len(self.channel_mult)
-        # Group norms have at least four channels per group. Every level but the last is halved.
+        # Group norms need at least four channels per group. Every level but the last is halved.
         divisor = 2 ** (levels - 1)
         if self.width % 4 or self.image_size % divisor or self.random_crop % divisor:
             raise UserError(
-                f"--width {self.width}, --image_size, --random_crop: expected a multiple of 4, and "
-                f"multiples of {divisor}, as {levels} levels need"
+                f"--width {self.width}: expected a multiple of 4; --image_size and --random_crop: "
+                f"multiples of {divisor}, for {levels} levels"
             )
         diffusion.check_settings(self)
 
@@ -233,10 +238,10 @@ class BaseConfig(UNetConfig):
         False, "also learn the variance of the DDPM steps (Nichol & Dhariwal 2021)"
     )
     lora_rank: NonNegativeInt = field(
-        0, "rank of adapters trained on the frozen --init_from, 0: train all weights", fixed=True
+        0, "rank of LoRA adapters for the frozen --init_from; 0: train all weights", fixed=True
     )
-    # Outlines are rounder than without guidance, and images slightly less varied.
-    guidance_scale: NonNegativeFloat = field(1.5, "guidance in sampling, 1: none")
+    # Guidance makes outlines rounder, and images slightly less varied.
+    guidance_scale: NonNegativeFloat = field(1.5, "guidance scale in sampling, 1: none")
     # In the same time, Muon reaches a loss a fifth lower than AdamW's.
     optimizer: Literal["adamw", "muon"] = field(
         "muon", "muon: Muon for matrices, AdamW for the rest", fixed=True
@@ -279,13 +284,13 @@ class UpsampleConfig(UNetConfig):
         (1, 2), "channels of each level, in multiples of width; each level halves the size"
     )
     scale_shift: bool = model_field(
-        True, "the timestep scales and shifts a norm's output; off: it is added to its input"
+        True, "the timestep scales and shifts a norm's output; off: it is added before the norm"
     )
-    # Training corrupts the input. Without attention, training on crops is enough.
+    # Training corrupts the input. The model has no attention, so it can train on crops.
     low_res_noise: Fraction = model_field(
         0.0, "maximum noise on the input, as a fraction of the timesteps (Imagen)"
     )
-    # Half the side. The paper and the presets use a quarter of it (DALL-E 2 §2.1).
+    # Half the image's side. DALL-E 2 (§2.1) and its presets use a quarter.
     random_crop: NonNegativeInt = model_field(
         16, "train on random crops of this size, 0: on whole images"
     )
@@ -328,7 +333,7 @@ VLB_WEIGHT = 1e-3  # λ of the variational bound (Nichol & Dhariwal 2021, §3.1)
 # DALLE2-pytorch uses 0.6.
 BLUR_SIGMA = (0.4, 0.8)
 BLUR_PROBABILITY = 0.5  # as in DALLE2-pytorch
-# Pixels of low resolution around a crop that the blur and the bicubic filter reach.
+# Low-resolution pixels kept around a crop, because the blur and the bicubic filter reach there.
 MARGIN = 8
 GRID_CAPTION = "real images, and samples below"
 RESIZE = "box"  # filter for shrinking images: the mean of the pixels
@@ -339,7 +344,7 @@ MAX_CHUNK = 64  # maximum samples per forward pass if --chunk_size is 0
 
 
 def group_norm(width):
-    """ADM's norm with 32 groups; narrow layers have fewer, with at least four channels each."""
+    """ADM's group norm of 32 groups; narrow layers have fewer, each of four channels or more."""
     groups = 32
     while width % groups or width < 4 * groups:
         groups //= 2
@@ -354,8 +359,8 @@ class ResBlock(nn.Module):
 
     def __init__(self, cfg, width_in, width, has_attention=False, resample=None, takes_skip=False):
         """resample: module that halves or doubles the image, on both paths, as in BigGAN (Brock et
-        al. 2018). takes_skip: the caller concatenates the output of a block on the way down to the
-        input; `UNet.forward` reads this attribute of every block.
+        al. 2018). takes_skip: the caller concatenates a skip (the output of a block on the way
+        down) to the input; `UNet.forward` reads this attribute of every block.
         """
         super().__init__()
         self.cfg = cfg
@@ -371,12 +376,12 @@ class ResBlock(nn.Module):
         self.conv2 = zero_init(nn.Conv2d(width, width, 3, padding=1))
         self.skip = nn.Conv2d(width_in, width, 1) if width_in != width else nn.Identity()
         if has_attention:
-            # Heads of 64 channels (ADM §3.1), or fewer in a narrower model.
+            # Heads of 64 channels (ADM §3.1), or narrower heads in a narrower model.
             num_heads = width // min(64, cfg.width)
             while width % num_heads:  # the number of heads must divide the width
                 num_heads -= 1
             self.attention_norm = group_norm(width)
-            self.attention = Attention(width, num_heads)  # of the pixels
+            self.attention = Attention(width, num_heads)  # among the pixels
             zero_init(self.attention.out)  # attention adds nothing at first
             self.token_key_value = nn.Linear(cfg.cond_width, 2 * width)
 
@@ -441,11 +446,11 @@ class UNet(nn.Module):
             self.low_res_time_in = TimeEmbedding(cfg.width, emb_width)
         if cfg.image_condition:
             self.null_image = nn.Parameter(torch.randn(embed_width))  # replaces a dropped image
-            self.image_in = nn.Linear(embed_width, emb_width)  # added to the timestep
+            self.image_in = nn.Linear(embed_width, emb_width)  # added to the timestep embedding
             self.image_tokens_in = nn.Linear(embed_width, IMAGE_TOKENS * cfg.cond_width)
         if encoding_width:
             self.null_text = NullText(embed_width, encoding_width, cfg.max_text_len)
-            self.text_in = nn.Linear(embed_width, emb_width)  # added to the timestep
+            self.text_in = nn.Linear(embed_width, emb_width)  # added as well
             self.encoding_in = nn.Linear(encoding_width, cfg.cond_width)  # context
             self.encoding_norm = LayerNorm(cfg.cond_width)
 
@@ -456,7 +461,7 @@ class UNet(nn.Module):
         self.stem = nn.Conv2d(6 if cfg.low_res_size else 3, width, 3, padding=1)  # x_t, low_res
         self.downs = nn.ModuleList()
         for level, width_out in enumerate(level_widths):
-            if level > 0:  # from the previous level
+            if level > 0:  # halve the size first
                 self.downs.append(ResBlock(cfg, width, width, resample=nn.AvgPool2d(2)))
                 skip_widths.append(width)
             for _ in range(cfg.num_res_blocks):
@@ -464,12 +469,12 @@ class UNet(nn.Module):
                 width = width_out
                 skip_widths.append(width)
 
-        # The middle, at the coarsest level. ADM always has attention here, this U-Net only if some
-        # level has it.
+        # The middle, at the coarsest level. ADM always has attention here; this U-Net has it only
+        # if some level has it.
         first = ResBlock(cfg, width, width, bool(cfg.attention_levels))
         self.middle = nn.ModuleList([first, ResBlock(cfg, width, width)])
 
-        # The way up. Every block takes a skip, except those that double the image.
+        # The way up. Every block takes a skip, except the blocks that double the size.
         self.ups = nn.ModuleList()
         for level, width_out in reversed([*enumerate(level_widths)]):
             for _ in range(cfg.num_res_blocks + 1):
@@ -477,7 +482,7 @@ class UNet(nn.Module):
                 has_attention = level in cfg.attention_levels
                 self.ups.append(ResBlock(cfg, width_in, width_out, has_attention, takes_skip=True))
                 width = width_out
-            if level > 0:  # to the next level, by nearest neighbor as in ADM
+            if level > 0:  # double the size, by nearest neighbor as in ADM
                 self.ups.append(ResBlock(cfg, width, width, resample=nn.Upsample(scale_factor=2)))
 
         # A learned variance needs three more channels.
@@ -487,13 +492,13 @@ class UNet(nn.Module):
         diffusion.add_noise_schedule(self, cfg)  # buffers α_t and σ_t
 
     def scale_embedding(self, embed):
-        """CLIP embeddings (B, D) scaled to length √D, that of unit noise; raw ones unchanged."""
+        """Scale CLIP embeddings (B, D) to length √D, like unit noise; leave raw ones unchanged."""
         if self.cfg.raw_embeddings:
             return embed
         return F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5
 
     def embed_conditions(self, condition, drop_image, drop_text):
-        """(term to add to the timestep embedding (B, 4W), context (B, J, E), text_mask (B, L)).
+        """Returns (term to add to the time embedding (B, 4W), context (B, J, E), text_mask (B, L)).
 
         condition: see `conditioning`. drop_image (B,): true where the learned null embedding
         replaces the image embedding. drop_text (B,): true where the encoding of "" replaces the
@@ -539,7 +544,7 @@ class UNet(nn.Module):
         x = x_t
         if low_res is not None:  # an upsampler sees it at every step (DALL-E 2 §2.1)
             x = torch.cat([x_t, low_res], dim=1)  # (B, 6, H, H)
-        # Otherwise channels last, the layout of images, would spread to all blocks on GPUs.
+        # Images are channels last. On GPUs this slower layout would spread to all blocks.
         x = x.contiguous(memory_format=layout_on(x.device))
         x = self.stem(x)  # (B, W, H, H)
         skips = [x]  # outputs on the way down
@@ -556,9 +561,9 @@ class UNet(nn.Module):
 
 
 def layout_on(device):
-    """The layout of weights and images that is fastest on a device.
+    """The fastest memory layout of weights and images on a device.
 
-    On CPUs that is channels last. On GPUs it is not, because torch's group norm would make copies.
+    On CPUs this is channels last. On GPUs it is not, because torch's group norm would make copies.
     """
     on_cpu = torch.device(device).type == "cpu"
     return torch.channels_last if on_cpu else torch.contiguous_format
@@ -573,15 +578,15 @@ def place(unet, device):
 def conditioning(batch, cfg, clip_model):
     """{"image_embed" (B, D), "text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)}.
 
-    It has only the entries that the model needs. Image embeddings stored in the batch describe
-    whole images. If the batch has "clip_image" instead, `clip_model` embeds these, which are crops.
-    It also encodes the captions, or their tokens.
+    It has only the entries that the model needs. Image embeddings in the batch describe whole
+    images. Without them, `clip_model` embeds "clip_image", the crops. `clip_model` also encodes the
+    captions, or their tokens.
     """
     condition = {}
     if cfg.image_condition and "image_embed" in batch:
         condition["image_embed"] = batch["image_embed"]
     elif cfg.image_condition:
-        with amp.autocast(batch["clip_image"].device, "fp32"):  # even within an autocast
+        with amp.autocast(batch["clip_image"].device, "fp32"):  # even inside another autocast
             condition["image_embed"] = clip_model.embed_image(batch["clip_image"])
     if cfg.text_encodings:
         texts = batch.get("tokens", batch["caption"])
@@ -593,9 +598,9 @@ def conditioning(batch, cfg, clip_model):
 
 
 def augment_low_res(unet, low_res, timestep, noise):
-    """(low_res with the noise of `timestep` (B,), the timestep): noise augmentation (Imagen §2.4).
+    """Noise augmentation (Imagen §2.4): (low_res with the noise of `timestep` (B,), `timestep`).
 
-    The timestep is an input of the model. Without --low_res_noise: (low_res unchanged, None).
+    The model takes this timestep as an input. Without --low_res_noise: (low_res, None).
     """
     if not unet.cfg.low_res_noise:
         return low_res, None
@@ -604,9 +609,9 @@ def augment_low_res(unet, low_res, timestep, noise):
 
 
 def low_res_window(corner, cfg):
-    """(start (B, 2), size) of the low-resolution window of crops at `corner` (B, 2).
+    """The low-resolution window (start (B, 2), size) for crops at `corner` (B, 2).
 
-    The window has the pixels that a crop is enlarged from, and MARGIN pixels around them.
+    The window covers the pixels that a crop is enlarged from, and MARGIN pixels around them.
     """
     high = cfg.image_size
     low = cfg.low_res_size
@@ -616,7 +621,7 @@ def low_res_window(corner, cfg):
 
 
 def cut_crops(batch, random_bits, cfg):
-    """Replace the images of `batch` by crops, for training an upsampler. Workers call it.
+    """Replace the images in `batch` with crops, to train an upsampler. Workers call this.
 
     The model is convolutional, so it can train on crops and sample whole images (DALL-E 2 §2.1).
     "image": uint8 (B, C, C, 3), C = --random_crop. "corner" (B, 2): first pixel of each crop.
@@ -643,7 +648,7 @@ def cut_crops(batch, random_bits, cfg):
 
 
 def upsampler_inputs(unet, batch):
-    """(low_res (B, 3, C, C), low_res_timestep) for training an upsampler on a batch of `cut_crops`.
+    """Make (low_res (B, 3, C, C), low_res_timestep) for an upsampler from a batch of `cut_crops`.
 
     Generated images are less sharp than real ones, so the real low-resolution image is corrupted in
     training (DALL-E 2 §2.1).
@@ -668,7 +673,7 @@ def upsampler_inputs(unet, batch):
         batch["image"].shape[1],
     )  # (B, 3, C, C)
 
-    # Add the noise of a random timestep, in the first --low_res_noise of the schedule.
+    # Add the noise of a random timestep, from the first --low_res_noise (a fraction) of them.
     fraction = torch.rand(size, device=device) * cfg.low_res_noise
     low_res_timestep = (fraction * (cfg.timesteps - 1)).round().long()  # (B,)
     noise = torch.randn_like(low_res)
@@ -676,7 +681,7 @@ def upsampler_inputs(unet, batch):
 
 
 def diffusion_loss(unet, batch, condition):
-    """Mean loss over a chunk of uint8 images (B, H, H, 3), or of `cut_crops`.
+    """Mean loss over a chunk of uint8 images (B, H, H, 3), or of crops from `cut_crops`.
 
     Eval mode uses neither loss weights nor DREAM, so that validation losses are comparable.
     """
@@ -700,7 +705,7 @@ def diffusion_loss(unet, batch, condition):
     alpha, sigma = diffusion.alpha_sigma(unet, timestep, x0)  # (B, 1, 1, 1)
     x_t = alpha * x0 + sigma * noise  # (B, 3, H, H)
     if cfg.dream and unet.training:
-        # Under no_grad, autocast would cache casts of the weights that have no gradient.
+        # Not under no_grad: autocast would then cache weight casts without gradients.
         prediction = unet(x_t, *inputs)[:, :3].detach().float()
         x0_hat = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma)
         noise = diffusion.dream(noise, (x_t - alpha * x0_hat) / sigma, sigma)
@@ -722,7 +727,7 @@ def diffusion_loss(unet, batch, condition):
         bound = diffusion.variational_bound(
             x0, timestep, x0_hat, interpolation, unet.alpha, unet.sigma
         )
-        # The bound of an image is a sum over all timesteps; this is one of its terms, times T.
+        # An image's bound is a sum over all timesteps. This is one random term, times T.
         loss = loss + VLB_WEIGHT * cfg.timesteps * bound.mean()
     return loss
 
@@ -747,17 +752,17 @@ def sample_images(
 ):
     """Sample `count` images (B, 3, H, H) in [-1, 1] for a `condition` (see `conditioning`).
 
-    eta, resample: see `diffusion.sample`. low_res: for an upsampler, images (B or 1, 3, h, h) of
-    the previous stage, or larger ones. low_res_noise: noise to add to these, as a fraction of the
-    timesteps. kept: for inpainting, images (B or 1, 3, h, h) and a mask (1, 1, h, h), which is 1
-    where their pixels are kept. negative: condition for guidance to move away from.
+    eta, resample: see `diffusion.sample`. low_res: for an upsampler, images (B or 1, 3, h, h) from
+    the previous stage; larger images are shrunk. low_res_noise: noise to add to these, as a
+    fraction of the timesteps. kept: for inpainting, images (B or 1, 3, h, h) and a mask (1, 1, h,
+    h), which is 1 where their pixels are kept. negative: condition that guidance moves away from.
     """
     cfg = unet.cfg
     device = unet.alpha.device
 
-    # With guidance, a second copy of each sample has the same noisy image and the same low
-    # resolution, but neither image embedding nor text. Scale 1 needs only the first copy, and scale
-    # 0 only the second.
+    # Guidance needs a second copy of each sample, with the same noisy image and low-resolution
+    # image, but without image embedding and text. Scale 1 needs only the first copy, and scale 0
+    # only the second.
     copies = 2 if condition and guidance_scale not in (0, 1) else 1
     first_dropped = count if guidance_scale else 0  # the first row without conditions
 
@@ -766,7 +771,7 @@ def sample_images(
 
     condition = {name: copied(value) for name, value in condition.items()}  # (2B, …)
     drop = torch.arange(copies * count, device=device) >= first_dropped
-    if negative:  # replaces "no conditions"
+    if negative:  # it replaces "no conditions"
         for name, value in negative.items():
             condition[name][first_dropped:] = value
         drop = torch.zeros_like(drop)
@@ -786,9 +791,9 @@ def sample_images(
         kept = known, mask > 0.999
 
     def denoise(x_t, timestep):
-        """(x0, interpolation of the variance), for `diffusion.sample`."""
+        """Estimate (x0, interpolation of the variance), for `diffusion.sample`."""
         model = unet
-        if unet.last_step_unet and timestep[0] == 0:  # the last of DDPM's steps
+        if unet.last_step_unet and timestep[0] == 0:  # the last DDPM step
             model = unet.last_step_unet
         # Both copies in one pass.
         out = model(
@@ -806,7 +811,7 @@ def sample_images(
 
     # Start from pure noise.
     x_T = torch.empty(count, 3, cfg.image_size, cfg.image_size, device=device)
-    # Every step overwrites the kept pixels with noised ones (RePaint, Lugmayr et al. 2022).
+    # Each step overwrites the kept pixels with noised originals (RePaint, Lugmayr et al. 2022).
     return diffusion.sample(
         denoise, noise_fn(x_T), unet.alpha, unet.sigma, steps, eta, noise_fn, kept, resample
     )
@@ -826,9 +831,9 @@ def sample_cascade(
 ):
     """Sample images, uint8 (B, H, H, 3), for the embeddings and captions in `batch`.
 
-    unets: the stages in order; the cfg of each has its sampling settings. seeds: one int per image,
-    which determines all its noise, in any batch and on any rank. negative_batch: like `batch`, for
-    guidance to move away from. For the others see `sample_images`.
+    unets: the stages in order, with their sampling settings in cfg. seeds: one int per image, which
+    determines all its noise, in any batch and on any rank. negative_batch: like `batch`; guidance
+    moves away from it. For other arguments see `sample_images`.
     """
     device = unets[0].alpha.device
     noise_fn = diffusion.noise_generator(seeds, device)  # one stream per image
@@ -837,7 +842,7 @@ def sample_cascade(
         condition = conditioning(batch, cfg, clip_model)
         negative = conditioning(negative_batch, cfg, clip_model) if negative_batch else None
         with amp.autocast(device, cfg.precision):
-            # The output of a stage is the low resolution of the next one.
+            # The output of a stage is the low-resolution input of the next.
             low_res = sample_images(
                 unet,
                 condition,
@@ -859,11 +864,11 @@ def sample_cascade(
 
 
 def open_data(cfg, image_size, source, device):
-    """({split: (dataset, indices)}, CLIP or None, info: {name: plain value} for model files).
+    """Open the data; returns ({split: (dataset, indices)}, CLIP or None, info).
 
-    The CLIP is used for evaluation, for text, and for images without stored embeddings. image_size:
-    of the model, or of the last stage of its cascade. source: a model file that names the CLIP if
-    neither cfg nor the data do, or None.
+    info: {name: plain value}, for model files. The CLIP is used for evaluation, for text, and for
+    images without stored embeddings. image_size: of the model, or of the last stage of its cascade.
+    source: a model file, or None; it names the CLIP if neither cfg nor the data do.
     """
     spec, fingerprint = clips.clip_of(cfg, source)
     clip_model = None
@@ -893,7 +898,7 @@ def open_data(cfg, image_size, source, device):
                         f"{path}: has no embeddings; name the CLIP that makes them with --clip"
                     )
                 dataset.clip_size = clip_model.image_size
-        # With another CLIP, or embeddings of another length, training would silently be wrong.
+        # With another CLIP, or embeddings of another length, training would silently go wrong.
         if clip_model:
             clip_model.check_widths(f"{path}, --clip {cfg.clip}", dataset.width)
         clips.check_source(cfg, dataset, path, clip_model)
@@ -901,7 +906,7 @@ def open_data(cfg, image_size, source, device):
 
     dataset = open_folder(cfg.data)
     val_dataset = open_folder(cfg.val_data) if cfg.val_data else None
-    # Widths of embeddings and of text encodings; 0 if the model has none.
+    # Widths of embeddings and text encodings; 0 if the model has none.
     widths = [0, 0]
     if cfg.image_condition:
         widths[0] = dataset.width or clip_model.embed_width
@@ -911,7 +916,7 @@ def open_data(cfg, image_size, source, device):
         widths[1] = clip_model.encoding_width
         some = order.evenly_spaced(len(dataset), 256)
         clip_model.note_cut(dataset.texts(some), cfg.max_text_len)
-    # Stored with the model, to build it and to sample from texts.
+    # Stored with the model. Needed to build it and to sample from texts.
     info = {
         "kind": cfg.stage,
         "widths": widths,
@@ -926,7 +931,7 @@ def open_data(cfg, image_size, source, device):
 
 
 def root_covariance(features):
-    """R (min(N, D), D) such that RᵀR is the covariance of features (N, D); zero for N = 1."""
+    """R (min(N, D), D) such that RᵀR is the covariance of features (N, D); 0 for N = 1."""
     centered = features - features.mean(0)  # (N, D)
     return np.linalg.qr(centered / max(1, len(features) - 1) ** 0.5, mode="r")
 
@@ -939,7 +944,7 @@ def frechet_distance(fake, real):
     means = ((fake.mean(0) - real.mean(0)) ** 2).sum()
     root1 = root_covariance(fake)
     root2 = root_covariance(real)
-    # The singular values of R₁R₂ᵀ are the roots of the eigenvalues of C₁C₂.
+    # The singular values of R₁R₂ᵀ are the square roots of the eigenvalues of C₁C₂.
     cross = np.linalg.norm(root1 @ root2.T, "nuc")
     return means + (root1**2).sum() + (root2**2).sum() - 2 * cross
 
@@ -954,7 +959,7 @@ def mean_loss(unet, split, clip_model):
     """Mean diffusion loss over a split (dataset, indices), without loss weights. Collective."""
 
     def loss_of(batch):
-        if unet.cfg.low_res_size:  # seeded by the index, so evaluations use the same crops
+        if unet.cfg.low_res_size:  # the index seeds the crops: the same in all evaluations
             batch = cut_crops(batch, batch["index"].cpu().numpy(), unet.cfg)
         condition = conditioning(batch, unet.cfg, clip_model)
         return diffusion_loss(unet, batch, condition)
@@ -969,9 +974,9 @@ def sample_metrics(
     """{metric: value} of images that a cascade samples for a split (dataset, indices). Collective.
 
     They are the same on any number of ranks, up to rounding. The number of samples and the seed are
-    settings of the first U-Net. prior_fn: makes the image embeddings (see `load_prior`); by default
-    those of the real images are used. grid_file: PNG to write, with eight real images above samples
-    for them, or "". judge: CLIP that computes the scores, by default `clip_model`. samples_dir:
+    settings of the first U-Net. prior_fn: makes the image embeddings (see `load_prior`); default:
+    embeddings of the real images. grid_file: PNG to write, with eight real images above samples for
+    them, or "". judge: CLIP that computes the scores; default: `clip_model`. samples_dir:
     folder for all samples, all real images and their captions, or "".
     """
     judge = judge or clip_model
@@ -979,7 +984,7 @@ def sample_metrics(
         files.mark_output(samples_dir)
     first_unet = unets[0]
     cfg = first_unet.cfg
-    mode = first_unet.training  # in training there is only one U-Net
+    mode = first_unet.training  # during training, there is only one U-Net
     first_unet.eval()
     dataset, indices = split
     correct = collections.defaultdict(list)  # {metric: bool for each image} of this rank
@@ -988,12 +993,12 @@ def sample_metrics(
         batch = loader.to_device(batch, first_unet.alpha.device)
         captions = batch["caption"]
         real = batch["image"]
-        # The index seeds the noise, so it is the same in all evaluations.
+        # The index seeds the noise, so the noise is the same in all evaluations.
         keys = batch["index"].tolist()
         seeds = [accumulate.derive_seed(cfg.seed, "picture", key) for key in keys]
         if prior_fn:
             batch["image_embed"] = prior_fn(captions, keys)
-        # A cascade without a base starts from real images.
+        # A cascade without a base stage starts from real images.
         fake = sample_cascade(unets, batch, clip_model, seeds, pixels.from_uint8(real))
         if grid_file and number == 0:  # rank 0 has the first batch
             pairs = torch.cat([real[:8], fake[:8]]).cpu().numpy()
@@ -1011,7 +1016,7 @@ def sample_metrics(
         for name, values in images.caption_accuracy(dataset, keys, fake, real).items():
             correct[name] += values
         if judge:
-            # Only the text embeddings are used, so ask for encodings of length 1.
+            # Only the text embeddings are used, so encodings may be cut to one token.
             text = judge.text_condition(captions, 1)["text_embed"]  # (B, D)
             embeds = [judge.embed_image(fake), judge.embed_image(real), text]
             embeds = F.normalize(torch.stack(embeds), dim=-1).cpu().double().numpy()
@@ -1030,7 +1035,7 @@ def sample_metrics(
             metrics |= {
                 # CLIPScore (Hessel et al. 2021) in percent, without its factor of 2.5
                 "clip_score": float(100 * (fake * text).sum(1).clip(0).mean()),
-                # Is the right one of a hundred images, or captions, the nearest?
+                # How often is the right image, or caption, the nearest of a hundred?
                 "picture_retrieval": clip.retrieval(fake, real, captions),
                 "caption_retrieval": clip.retrieval(fake, text, captions),
                 "caption_retrieval_ceiling": clip.retrieval(real, text, captions),
@@ -1046,23 +1051,23 @@ class CascadeConfig(config.Inference):
     """The cascade; a list has one value per stage, and the last value is reused"""
 
     run_dir: tuple[str, ...] = field(
-        ("runs/decoder",), "RUN_DIR of a training, or the run folders of the stages in order"
+        ("runs/decoder",), "RUN_DIR used in training, or the run folders of the stages in order"
     )
     steps: tuple[SamplingSteps, ...] = field((), "sampling steps; default: as in training")
     guidance_scale: tuple[NonNegativeFloat, ...] = field(
-        (), "guidance scale, 1: no guidance; default: as in training"
+        (), "guidance scale, 1: none; default: as in training"
     )
     eta: tuple[Fraction, ...] = field(
         (), "sampling noise, 1: DDPM, 0: none; default: as in training"
     )
     lora_scale: tuple[float, ...] = field(
-        (), "scale of the adapters, 1 for a stage that has none, as in 0.5,1; default: 1"
+        (), "scale of the LoRA adapters, 1 for a stage without any, as in 0.5,1; default: 1"
     )
-    clip: str = field("", "CLIP for texts and images; default: that of the training")
+    clip: str = field("", "CLIP for texts and images; default: the CLIP used in training")
 
 
 def load_unet(path, device, weights="ema", lora_scale=1.0):
-    """(U-Net in eval mode, file contents) from a model.pt or checkpoint, with adapters merged."""
+    """Load (U-Net in eval mode, file contents) from a model file, with adapters merged."""
     cfg, contents = checkpoint.read_model(STAGES, path, weights)
     contents = adapters.merged(contents, path, lora_scale)
     unet = UNet(cfg, *contents["widths"])
@@ -1082,19 +1087,19 @@ def load_last_step_unet(unet, path, device):
     path = Path(path).absolute().parent / name
     if path.is_file():
         config.note(f"the last sampling step uses {path}")
-        # setattr would register it as a submodule, to be trained and saved.
+        # Not by setattr, which would register a submodule that is trained and saved.
         vars(unet)["last_step_unet"], _ = load_unet(path, device)
     else:
         config.note(
             f"{path} is missing, so the model takes the last sampling step itself, though it was "
-            "not trained for it; import the whole pipeline"
+            "not trained for that; import the whole pipeline"
         )
     return str(path)
 
 
 def load_cascade(args, device):
-    """([U-Net of each stage, in eval mode], name of their CLIP or None, its fingerprint)."""
-    # Each is the run folder of a stage, or a folder RUN with RUN/base and RUN/upsample.
+    """Load ([U-Net of each stage, in eval mode], name of their CLIP or None, its fingerprint)."""
+    # Each run_dir is the run folder of a stage, or a folder with base/ and upsample/.
     folders = []
     for run_dir in args.run_dir or [""]:
         stages = filter(Path.is_dir, [Path(run_dir, stage) for stage in STAGES])
@@ -1125,15 +1130,15 @@ def load_cascade(args, device):
 
 
 def load_prior(args, decoder, clip_model, texts):
-    """prior_fn(texts, keys, negative_text="") -> image embeddings (texts, D), made by --prior.
+    """Load --prior; returns prior_fn(texts, keys, negative_text="") -> embeddings (texts, D).
 
-    decoder: the U-Net that takes them. texts: some, for a note if the prior cuts them. keys: one
-    per text; together with --seed they seed the noise.
+    decoder: the U-Net that takes the embeddings. texts (of this function): some examples, to note
+    if the prior cuts them. keys: one per text; with --seed they seed the noise.
     """
     import train_prior  # the only place where a script imports another
 
     path = checkpoint.model_file(args.prior)
-    # The prior must belong to the same CLIP, and make embeddings of the same length.
+    # The prior must use the same CLIP, and make embeddings of the same length.
     prior, contents = train_prior.load_prior(path, decoder.alpha.device)
     cfg = prior.cfg
     clip_model.check_widths(f"--prior {path}", *contents["widths"])
@@ -1175,7 +1180,7 @@ class EvaluateConfig(CascadeConfig):
         "", "prior that makes embeddings from captions; default: embeddings of the real images"
     )
     data: str = field("", "images; default: the training data of the first stage")
-    eval_samples: NonNegativeInt = field(512, "maximum images of the test split; 0: all")
+    eval_samples: NonNegativeInt = field(512, "maximum number of test images; 0: all")
     judge: str = field(
         "", "CLIP for the scores: folder, model.pt, open_clip:MODEL/WEIGHTS; default: --clip"
     )
@@ -1208,7 +1213,7 @@ def open_evaluation(args, device):
         texts = dataset.texts(indices[:256])
         if not any(texts):
             raise UserError(f"{cfg.data}: has no captions, which --prior needs")
-        # Stored image embeddings need no CLIP, but the texts of the prior do.
+        # Stored image embeddings need no CLIP, but the prior's texts do.
         clip_model = clip_model or clips.load(spec, device)
         prior_fn = load_prior(args, first_unet, clip_model, texts)
     first_unet.cfg = cfg
@@ -1243,14 +1248,14 @@ def train_stage(cfg, device):
     if run.results:  # the run is finished
         return loop.announce(run, cfg)
 
-    # Build model, optimizer and EMA. Restore them if resuming.
+    # Build model, optimizer and EMA. Restore them on resume.
     accumulate.seed_all(cfg.seed, "weights")  # all ranks start with the same weights
     unet = place(UNet(cfg, *info["widths"]), device)
     if cfg.text_encodings:  # "no text" is the encoding of ""
         unet.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
     if run.source:  # an imported model may come with a second U-Net
         info["last_step"] = load_last_step_unet(unet, run.source, device)
-    trainable = unet  # with LoRA, only the adapters
+    trainable = unet  # with LoRA: only the adapters
     if cfg.lora_rank:
         trainable, info["lora"] = adapters.start(unet, cfg, identity["base"])
     optimizers = optim.make(
@@ -1263,8 +1268,8 @@ def train_stage(cfg, device):
     if cfg.compile:
         compile_blocks([*unet.downs, *unet.middle, *unet.ups])
 
-    # The order of samples is a function of seed and step. Workers tokenize captions, and cut the
-    # crops for an upsampler.
+    # The order of samples is a function of seed and step. Workers tokenize captions and, for an
+    # upsampler, cut crops.
     dataset, indices = splits["train"]
     tokenizer = clip_model.tokenizer if cfg.text_encodings else None
     transform = functools.partial(cut_crops, cfg=cfg) if cfg.low_res_size else None
@@ -1279,7 +1284,7 @@ def train_stage(cfg, device):
     with loop.begin(run, state, about, device) as progress:
         unet.train()
         while True:
-            # Evaluate. Sampling uses the averaged weights, so val_loss and best.pt are of these.
+            # Evaluate. Sampling uses the averaged weights, so val_loss and best.pt use them, too.
             if eval_due():
                 samples = {}
                 with progress.paused():
@@ -1287,13 +1292,13 @@ def train_stage(cfg, device):
                     metrics = {"val_loss_online": mean_loss(unet, validation, clip_model)}
                     with ema.applied(trainable):
                         metrics["val_loss"] = mean_loss(unet, validation, clip_model)
-                        if state.step < cfg.steps:  # otherwise the test follows
+                        if state.step < cfg.steps:  # after the last step, the test follows
                             grid = f"samples/step_{state.step:08d}.png"
                             samples[grid] = GRID_CAPTION
                             metrics |= sample_metrics(
                                 [unet], validation, clip_model, run.folder / grid
                             )
-                progress.log_evaluation(metrics, samples)  # and save the best
+                progress.log_evaluation(metrics, samples)  # also saves the best model
             if state.step >= cfg.steps:
                 break
 
@@ -1311,7 +1316,8 @@ def train_stage(cfg, device):
                         condition = conditioning(batch, cfg, clip_model)
                         with amp.autocast(device, cfg.precision):
                             loss = diffusion_loss(unet, batch, condition)
-                        # Chunk weights sum to 1, so the gradient is that of the mean loss.
+                        # Chunk weights sum to 1, so the gradients add up to the gradient of the
+                        # mean loss.
                         with dist.sum_gradients(trainable, chunk is plan[-1]):  # over all ranks
                             scaler.scale(loss * chunk.weight).backward()
                         chunk_losses.append(loss.detach() * chunk.size)
@@ -1349,19 +1355,19 @@ def train(cfg):
     stages = []
     for stage, stage_config in STAGES.items():
         preset = PRESETS.get(cfg.preset, {}).get(stage, {})
-        # Shared settings come from cfg, the others from the preset or their defaults.
+        # Shared settings come from cfg, other settings from the preset or the defaults.
         stages.append(stage_config(**{**preset, **dataclasses.asdict(cfg), "stage": stage}))
     last = stages[-1]
-    # Check now that the images are large enough for the last stage, not after the first is trained.
+    # Check now, and not after training a stage, that images are large enough for the last stage.
     dist.on_main(lambda: open_data(last, last.image_size, None, device)[0]["train"][0].check())
 
-    # Train the stages in turn, then evaluate them together, from embeddings of real images.
+    # Train the stages in turn. Then evaluate them together, from embeddings of real images.
     for stage in stages:
         train_stage(stage, device)
     args = EvaluateConfig(
         run_dir=(cfg.run_dir,),
         seed=cfg.seed,
-        eval_samples=2 * cfg.eval_samples,  # affordable, as it runs only once
+        eval_samples=2 * cfg.eval_samples,  # affordable, because this runs only once
         grid=f"{cfg.run_dir}/cascade.png",
         out=f"{cfg.run_dir}/cascade.json",
     )
@@ -1375,16 +1381,16 @@ def train(cfg):
 class SampleConfig(CascadeConfig):
     """What to sample"""
 
-    text: str = field("", "a caption; without text and image, sampling is unconditional")
+    text: str = field("", "text prompt; without text and image, sampling is unconditional")
     texts: str = field("", "file with one caption per line")
     negative_text: str = field("", "negative text: guidance moves away from it")
     image: str = field(
         "", "image to make variations of, to inpaint (with --mask), or to upsample"
     )
-    to: str = field("", "second image, to interpolate to (DALL-E 2 §3.2)")
+    to: str = field("", "second image to interpolate to (DALL-E 2 §3.2)")
     mask: str = field("", "image of the same size as --image: black is kept, white is filled in")
     resample: PositiveInt = field(
-        5, "repetitions of each step when inpainting (RePaint); 1 is fast, but fits badly"
+        5, "repetitions of each step when inpainting (RePaint); 1 is fast, but blends in poorly"
     )
     low_res_noise: Fraction = field(
         0.0, "noise on the input of upsamplers trained with it, as a fraction of the timesteps"
@@ -1402,7 +1408,7 @@ class SampleConfig(CascadeConfig):
         if not self.out.endswith(".png"):
             raise UserError(f"--out {self.out}: expected a name that ends in .png")
         if self.text:
-            config.check_unused(self, "beside --text", "texts")
+            config.check_unused(self, "with --text", "texts")
         if not self.image:
             config.check_unused(self, "without --image", "to", "mask")
         if not self.mask:
@@ -1410,7 +1416,7 @@ class SampleConfig(CascadeConfig):
         if not self.text and not self.texts:
             config.check_unused(self, "without a text", "prior", "negative_text")
         elif self.to or (self.image and not self.mask):
-            raise UserError("--image: with a text it needs a --mask to fill in, and no --to")
+            raise UserError("--image: together with a text, it needs --mask, and takes no --to")
 
 
 def open_image(path, device):
@@ -1420,13 +1426,13 @@ def open_image(path, device):
 
 
 def square(image):
-    """The central square of uint8 images (B, H, W, 3) as float (B, 3, S, S) in [-1, 1]."""
-    # Cropped, not squeezed, like the training images.
+    """The central square of uint8 images (B, H, W, 3) as floats (B, 3, S, S) in [-1, 1]."""
+    # Training images are cropped to a square, not squeezed.
     return pixels.central_square(pixels.from_uint8(image))
 
 
 def slerp(start, end, count):
-    """`count` embeddings (count, D) from `start` to `end` (1, D) (DALL-E 2 §3.2).
+    """Interpolate `count` embeddings (count, D) from `start` to `end` (1, D) (DALL-E 2 §3.2).
 
     The interpolation is spherical (Shoemake 1985).
     """
@@ -1460,7 +1466,7 @@ def sample(args):
         if texts:
             prior_fn = load_prior(args, first_unet, clip_model, texts)
 
-    # The numbers of text and sample seed the noise, so it is the same in any batch. An
+    # Text number and sample number seed the noise, so the noise is the same in any batch. An
     # interpolation uses the same noise for all samples.
     captions = []
     seeds = []
@@ -1470,12 +1476,12 @@ def sample(args):
             seeds.append(accumulate.derive_seed(args.seed, "picture", number, 0 if args.to else k))
 
     # Read the images.
-    embeds = torch.zeros(len(captions), first_unet.widths[0], device=device)  # zeros: no image
+    embeds = torch.zeros(len(captions), first_unet.widths[0], device=device)  # zero: no image
     low_res = kept = None
     if not is_base and (texts or args.to or not args.image):
         raise UserError(
-            f"{args.run_dir[0]}: an upsampler needs an --image to enlarge, and takes no text and "
-            "no --to"
+            f"{args.run_dir[0]}: an upsampler needs an --image to enlarge, and takes no text or "
+            "--to"
         )
     if args.image:
         image = open_image(args.image, device)
@@ -1540,17 +1546,17 @@ COMMANDS = {
 }
 
 # fmt: off
-# DALL-E 2, Table 3: shared by the columns "64" and "64 -> 256".
+# DALL-E 2, Table 3: settings that the columns "64" and "64 -> 256" share.
 DALLE2 = dict(
     channel_mult=(1, 2, 3, 4), num_res_blocks=3,
-    dropout=0.1,  # the table has none for "64"; GLIDE and Karlo use this
+    dropout=0.1,  # the table has none for "64"; GLIDE and Karlo use 0.1
     objective="epsilon", timestep_density="uniform",
     # Adam, without weight decay.
     optimizer="adamw", betas=(0.9, 0.999), weight_decay=0.0,
-    # The learning rate is constant, as the table has no decay.
+    # The learning rate is constant, because the table gives no decay.
     lr=1.2e-4, warmup_steps=10_000, cosine=False,
     precision="bf16",
-    # Not in the table: evaluating and saving on a large data set.
+    # Not in the table: evaluation and saving, for a large data set.
     validation=0.005, test=0.005, eval_samples=2048, workers=8,
     log_every=100, eval_every="10000", save_every="2000",
 )
@@ -1576,9 +1582,9 @@ DALLE2_256 = dict(
     batch_size=1024, steps=1_000_000,
     eval_steps=27,
 )
-# For thousands of captioned images. Both were run to the end on 6,000 emoji. The first, for two CPU
-# cores, has a base for 32 pixels and an upsampler, and small batches, which learn more in the same
-# time. The second, for one GPU, has a base for 64 pixels (383 s on an H200).
+# For thousands of captioned images. Both presets were run to the end on 6,000 emoji. The first is
+# for two CPU cores: a base for 32 pixels, and an upsampler. Its batches are small, because these
+# learn more in the same time. The second is for one GPU: a base for 64 pixels (383 s on an H200).
 PICTURES = dict(eval_samples=100)  # retrieval compares a hundred images
 PICTURES_CPU = {
     "all": PICTURES,
@@ -1617,7 +1623,7 @@ PRESETS = {
         batch_size=512, lr=1e-4,
         eval_steps=15,
     ),
-    # Karlo: sizes and sampling from its public configs. Its training is not public, so the other
+    # Karlo: sizes and sampling from its public configs. How it was trained is not public, so other
     # settings are DALL-E 2's.
     "karlo-64": dict(
         DALLE2_64,

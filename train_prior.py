@@ -18,14 +18,14 @@ What differs from the paper:
   optimizer and the 64 sampling steps of Table 3.
 - Sampling takes evenly spaced DDPM steps, or DPM-Solver++(2M) steps with --eta 0. The paper uses
   the analytic variance of Bao et al. 2022 (Table 3).
-- "No text" is the CLIP's encoding of "". It is zeros if no CLIP is loaded: if none is known, or if
-  it is an open_clip model and captions are not used.
-- Sampling clamps its estimates of x0. The bound for raw embeddings is 10, as in Karlo's code; an
-  imported model has the bound of its scheduler (5 in diffusers' conversion of Karlo).
-- The preset warms up for 10,000 steps; the paper mentions no warm-up. Gradients are clipped, and
-  the EMA decay warms up as well (ema.py).
-- The best of several candidates is the one with the highest cosine similarity to its text, not the
-  highest dot product.
+- "No text" is the CLIP's encoding of "". It is zeros if no CLIP is loaded: when none is known, or
+  when it is an open_clip model and captions are not used.
+- Sampling clamps its estimates of x0. For raw embeddings the bound is 10, as in Karlo's code. An
+  imported model has its scheduler's bound (5 in diffusers' conversion of Karlo).
+- Gradients are clipped. `--preset dalle2` warms up the learning rate for 10,000 steps; the paper
+  mentions no warm-up. The EMA decay warms up as well (ema.py).
+- Of several candidates, sampling keeps the one with the highest cosine similarity to its text; the
+  paper compares dot products.
 - Off by default and not in the paper: --noise_draws, --loss_weight, other objectives, LoRA.
 """
 
@@ -95,12 +95,12 @@ class Config(config.TrainingRun):
     # Run and data
     preset: str = field(
         "",
-        "settings by name: pictures-cpu, pictures-gpu, dalle2, karlo; --config and flags win",
+        "named settings: pictures-cpu, pictures-gpu, dalle2, karlo; --config and flags win",
     )
     run_dir: str = field("runs/prior", "folder of this run; run the same command again to resume")
     data: str = field("shapes", 'folder with img_emb/ and text_emb/, or "shapes": built in')
     clip: str = field(
-        "auto", "CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: DATA's"
+        "auto", "CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: from DATA"
     )
     # Model: a transformer over the text and the noised image embedding
     width: PositiveInt = model_field(192, "width of the transformer")
@@ -109,7 +109,7 @@ class Config(config.TrainingRun):
     heads: PositiveInt = model_field(3, "number of attention heads")
     dropout: Fraction = field(0.0, "dropout in attention and feed-forward")
     text_encodings: bool = model_field(
-        False, "also condition on the encodings of the text tokens, not only on the embedding"
+        False, "also condition on the encodings of the text tokens, not only on the text embedding"
     )
     text_source: Literal["shards", "clip"] = field(
         "shards", "read text embeddings and encodings from DATA, or let the CLIP encode captions"
@@ -123,7 +123,7 @@ class Config(config.TrainingRun):
     )
     checkpointing: bool = field(False, "recompute blocks in the backward pass to save memory")
     lora_rank: NonNegativeInt = field(
-        0, "rank of adapters trained on the frozen --init_from, 0: train all weights", fixed=True
+        0, "rank of LoRA adapters for the frozen --init_from; 0: train all weights", fixed=True
     )
     # Diffusion: DALL-E 2 predicts x0 with the cosine schedule
     objective: Literal["x0", "v", "epsilon", "flow"] = model_field(
@@ -139,7 +139,7 @@ class Config(config.TrainingRun):
     loss_weight: Literal["none", "min_snr", "sigma_sqrt", "cosmap"] = field(
         "none", "loss weight by noise level; sigma_sqrt and cosmap: flow only"
     )
-    # Extra draws are cheap when the text is long, because they share one pass over it.
+    # More draws are cheap if the text is long, because they share one pass over it.
     noise_draws: PositiveInt = field(
         1,
         "(timestep, noise) draws per sample, which share one pass over its text",
@@ -149,7 +149,8 @@ class Config(config.TrainingRun):
     text_drop: Fraction = field(
         0.1, "probability of dropping the text, for guidance", affects_val_loss=True
     )
-    # Optimization, for minutes on two cores. The paper does not decay the learning rate.
+    # Optimization. The defaults train in minutes on two cores. The paper's learning rate is
+    # constant.
     steps: PositiveInt = field(1150, "optimizer steps")
     batch_size: PositiveInt = field(256, "samples per step, over all ranks", fixed=True)
     optimizer: Literal["adamw", "muon"] = field(
@@ -171,21 +172,21 @@ class Config(config.TrainingRun):
     ema_update_after: NonNegativeInt = field(0, "steps before averaging starts")
     ema_update_every: PositiveInt = field(1, "steps between updates of the average")
     # Evaluation
-    eval_every: Interval = field("575", "steps between evaluations, or as 10min; 0: only the last")
+    eval_every: Interval = field("575", "steps or time (10min) between evaluations; 0: at the end")
     eval_samples: NonNegativeInt = field(
         512, "held-out samples to evaluate on, 0: all", affects_val_loss=True
     )
     # On the built-in data, 64 steps are no better than 12.
     eval_timesteps: tuple[PositiveInt, ...] = field(
-        (6, 12), "numbers of sampling steps to evaluate"
+        (6, 12), "numbers of sampling steps to evaluate with"
     )
-    guidance_scale: NonNegativeFloat = field(1.0, "guidance in evaluation, 1: none")
+    guidance_scale: NonNegativeFloat = field(1.0, "guidance scale in evaluation, 1: none")
 
     timesteps: ClassVar[int] = 1000  # number of noise levels T (DALL-E 2, Table 3)
 
     def __post_init__(self):
         super().__post_init__()
-        # The width is split into heads, and in the timestep embedding into sines and cosines.
+        # The width is split into heads and, in the timestep embedding, into sines and cosines.
         if self.width % self.heads or self.width % 2:
             raise UserError(
                 f"--width {self.width}: expected an even multiple of --heads {self.heads}"
@@ -197,13 +198,13 @@ class Config(config.TrainingRun):
     def check_sampling(self, guidance_scale, steps):
         """UserError if the model cannot sample with these settings.
 
-        A model trained with --text_drop 0 always needs a text, and cannot be guided.
+        A model trained with --text_drop 0 has not learned "no text", so it cannot be guided.
         """
         if not 1 <= steps <= self.timesteps:
             raise UserError(f"{steps} sampling steps: expected 1 to {self.timesteps}")
         if self.text_drop == 0 and guidance_scale != 1:
             raise UserError(
-                f"{self.run_dir} is trained with --text_drop 0, so it needs a text, and a guidance "
+                f"{self.run_dir} is trained with --text_drop 0, so it needs a text and a guidance "
                 "scale of 1"
             )
 
@@ -220,8 +221,8 @@ class Prior(nn.Module):
     The output at the learned query is the prediction (DALL-E 2 §2.2). The architecture is that of
     Karlo and Kandinsky, whose weights can be loaded (common/interop/pretrained.py).
 
-    The text prefix, left of the bar, does not depend on the noise. It is computed only once: for
-    all `noise_draws` of a sample in training, and for all steps in sampling.
+    The text prefix (left of the bar) does not depend on the noise, so it is computed only once: in
+    training for all `noise_draws` of a sample, in sampling for all steps.
 
     B batch, D width of embeddings, W width of the transformer, L text length, K noise draws, P
     tokens in the prefix.
@@ -254,8 +255,8 @@ class Prior(nn.Module):
         )
         self.out = nn.Linear(width, embed_width)
 
-        # Scale of the image embeddings. For unit length: mean 0 and std 1/√D, so x0 has norm √D.
-        # For raw embeddings, `measure_embeddings` measures both on the data.
+        # Scale of the image embeddings. At unit length, mean 0 and std 1/√D give x0 a norm of √D.
+        # For raw embeddings, `measure_embeddings` takes both from the data.
         self.register_buffer("clip_mean", torch.zeros(embed_width))
         self.register_buffer("clip_std", torch.full((embed_width,), embed_width**-0.5))
 
@@ -274,7 +275,7 @@ class Prior(nn.Module):
         return F.normalize(embed, dim=-1)
 
     def standardize(self, embed):
-        """CLIP image embeddings (…, D) -> x0 at the scale of the noise: mean 0, variance 1."""
+        """CLIP image embeddings (…, D) -> x0 at the scale of the noise, with a norm of about √D."""
         # Otherwise embeddings of length 1 would drown in noise of length √D.
         return (self.normalized(embed) - self.clip_mean) / self.clip_std
 
@@ -283,7 +284,7 @@ class Prior(nn.Module):
         return self.normalized(x0 * self.clip_std + self.clip_mean)
 
     def text_tokens(self, condition, drop, draws):
-        """The text prefix (B, P, W), and the `mask` of the prefix and `draws` noise draws.
+        """The text prefix (B, P, W), and the `mask` for the prefix and `draws` noise draws.
 
         Where `drop` (B,) is true, "no text" replaces the text.
         """
@@ -326,21 +327,22 @@ class Prior(nn.Module):
         return (same_group | is_text).tril()
 
     def forward(self, x_t, timestep, condition, drop):
-        """Predictions (B, K, D) for K noise draws per sample, in one pass with its text."""
+        """Predictions (B, K, D) for K noise draws per sample, in one pass with the text."""
         return self.predict(x_t, timestep, *self.text_tokens(condition, drop, x_t.shape[1]))
 
     def text_cache(self, condition, drop):
-        """Arguments of `predict` for all sampling steps: the text as a KV cache, not as tokens."""
+        """Arguments of `predict` for all sampling steps, with the text as a KV cache."""
         tokens, mask = self.text_tokens(condition, drop, 1)
         of_text = mask[..., :-3, :-3]  # (B, 1, P, P)
-        # Only the cache is needed, so the last block computes one token.
+        # Only the cache is needed, so let the last block compute a single token.
         _, cache = self.transformer(tokens, of_text, num_last=1, return_cache=True)
         return tokens[:, :0], mask, cache  # (B, 0, W): the cache replaces these tokens
 
     def predict(self, x_t, timestep, text, mask, cache=None):
         """Predictions (B, K, D) for x_t (B, K, D) at `timestep` (B, K).
 
-        text, mask: from `text_tokens`. text, mask, cache: from `text_cache`.
+        In training, `text_tokens` makes text and mask. In sampling, `text_cache` makes text, mask
+        and cache.
         """
         noised = self.image_in(x_t)  # (B, K, W)
         query = self.query.weight.to(noised.dtype).expand_as(noised)
@@ -357,7 +359,7 @@ class Prior(nn.Module):
 def conditioning(batch, cfg, clip_model):
     """The model's conditions: {"text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)}.
 
-    If the batch has captions, or their tokens, `clip_model` encodes them; otherwise it has
+    If the batch has captions, `clip_model` encodes them (or their tokens). Otherwise the batch has
     embeddings. An empty caption means unconditional.
     """
     if "caption" in batch:
@@ -379,7 +381,8 @@ def conditioning(batch, cfg, clip_model):
 def diffusion_loss(prior, batch, condition):
     """Mean loss over a chunk.
 
-    In eval mode there are no loss weights; text drop, noise draws and density are as in training.
+    Eval mode ignores the loss weights. Text drop, noise draws and timestep density are as in
+    training.
     """
     cfg = prior.cfg
     x0 = prior.standardize(batch["image_embed"])  # (B, D)
@@ -431,24 +434,24 @@ def sample_embeddings(
     size = texts * candidates
     device = prior.alpha.device
 
-    # With guidance, a second copy of each sample has "no text", and the same noised input. Scale 1
+    # Guidance needs a second copy of each sample, with the same noised input and "no text". Scale 1
     # needs only the first copy, and scale 0 only the second.
     copies = 1 if guidance_scale in (0, 1) else 2
     first_dropped = texts if guidance_scale else 0  # the first row with "no text"
     condition = {name: torch.cat([value] * copies) for name, value in condition.items()}
     drop = torch.arange(copies * texts, device=device) >= first_dropped
-    if negative:  # replaces "no text"
+    if negative:  # it replaces "no text"
         for name, value in negative.items():
             condition[name][first_dropped:] = value
         drop = torch.zeros_like(drop)
     text = prior.text_cache(condition, drop)  # once for all candidates and steps
     text = tree_map(lambda x: x.repeat_interleave(candidates, 0), text)
 
-    # Bound on |x0|. Embeddings of unit length have an x0 of norm √D, so no component is larger.
+    # Bound on |x0|. At unit length, x0 has a norm of √D, so no component is larger than √D.
     bound = cfg.x0_bound if cfg.raw_embeddings else prior.embed_width**0.5
 
     def denoise(x_t, timestep):
-        x_in = x_t.repeat(copies, 1)[:, None]  # (copies·B, 1, D), one draw per text
+        x_in = x_t.repeat(copies, 1)[:, None]  # (copies · size, 1, D), one draw per row
         t_in = timestep.repeat(copies)[:, None]
         prediction = prior.predict(x_in, t_in, *text)[:, 0].float()
         prediction = diffusion.classifier_free_guidance(
@@ -480,7 +483,7 @@ def best_embeddings(
 
     Each is the best of `best_of` candidates: the most similar to its text (DALL-E 2 §2.2).
     condition: `conditioning` of the texts. keys: one per text. (seed, key, number) seeds the noise
-    of a candidate, so it is the same in any batch. negative: see `sample_embeddings`.
+    of each candidate, so the noise is the same in any batch. negative: see `sample_embeddings`.
     """
     candidates = num_samples * best_of  # per text
     seeds = []
@@ -525,7 +528,7 @@ def mean_loss(prior, split, clip_model):
 def sample_metrics(prior, splits, split, clip_model):
     """{metric: value} of embeddings sampled for a split. Collective.
 
-    They are mean cosine similarities for each number of steps in eval_timesteps, and
+    The metrics are mean cosine similarities, for each number of steps in eval_timesteps, and
     `builtin_scores`. They do not depend on the number of ranks.
     """
     cfg = prior.cfg
@@ -535,9 +538,9 @@ def sample_metrics(prior, splits, split, clip_model):
     prior.eval()  # no dropout
     with amp.autocast(device, cfg.precision):
         indices = order.some_of(indices, cfg.eval_samples)
-        # As an unrelated text, take the one half the split away.
+        # For each sample, the unrelated text is the one half a split away.
         others = loader.ChunkDataset(dataset, np.roll(indices, len(indices) // 2))
-        cosines = collections.defaultdict(list)  # of this rank's chunks
+        cosines = collections.defaultdict(list)  # {metric: values on this rank}
         for number, batch in loader.eval_batches(dataset, indices, 0, cfg.chunk_size):
             start = number * cfg.chunk_size
             other = loader.to_device(others[start, start + len(batch["index"])], device)
@@ -570,7 +573,7 @@ def sample_metrics(prior, splits, split, clip_model):
 def builtin_scores(prior, splits, split, clip_model):
     """caption_match and coverage at the largest of eval_timesteps, and their ceilings. Collective.
 
-    Only the built-in data have them: see `synthetic.embedding_scores`.
+    They exist only for the built-in data, see `synthetic.embedding_scores`; otherwise {}.
     """
     from common.data import synthetic
 
@@ -595,18 +598,18 @@ def builtin_scores(prior, splits, split, clip_model):
 
 
 def open_data(cfg, source, device, widths=None):
-    """({split: (dataset, indices)}, CLIP or None, info: {name: plain value} for model files).
+    """Open the data; returns ({split: (dataset, indices)}, CLIP or None, info).
 
-    The CLIP encodes "no text" and, with --text_source clip, the captions. source: a model file that
-    names the CLIP if neither cfg nor the data do, or None. widths: [embeddings, text encodings or
-    0] of an existing model, or None.
+    info: {name: plain value}, for model files. The CLIP encodes "no text" and, with --text_source
+    clip, the captions. source: a model file, or None; it names the CLIP if neither cfg nor the data
+    do. widths: [embeddings, text encodings or 0] of an existing model, or None.
     """
     with_captions = cfg.text_source == "clip"
     with_encodings = cfg.text_encodings and not with_captions  # from the shards
-    # The CLIP that made the embeddings is named by the flag, else the data, else the model file.
+    # The CLIP of the embeddings is named by the flag, else by the data, else by the model file.
     spec, fingerprint = clips.clip_of(cfg, source)
     clip_model = None
-    # An open_clip model may be large or need a download: load it only if captions need it.
+    # An open_clip model may be large, or need a download. Load it only to encode captions.
     if with_captions or (spec and not spec.startswith("open_clip:")):
         clip_model = clips.load(spec, device, fingerprint, text_only=True)
         fingerprint = clip_model.fingerprint()
@@ -616,21 +619,21 @@ def open_data(cfg, source, device, widths=None):
         index_dir = Path(cfg.run_dir, "index")
         dataset = embeddings.Embeddings(path, with_encodings, with_captions, index_dir)
         encoding_width = dataset.encoding_width
-        if clip_model:  # a CLIP of other widths cannot have made these embeddings
+        if clip_model:  # a CLIP with other widths cannot have made these embeddings
             clip_model.check_widths(f"--clip {spec} for {path}", dataset.width, encoding_width)
         clips.check_source(cfg, dataset, path, clip_model)
-        if with_captions:  # note it now: nobody can tell from a sample that half its text was cut
+        if with_captions:  # note it now, because samples do not show that their text was cut
             if cfg.text_encodings:
                 encoding_width = clip_model.encoding_width
             texts = []
             for index in order.evenly_spaced(len(dataset), 256):
-                with contextlib.suppress(UserError):  # a damaged caption costs only its sample
+                with contextlib.suppress(UserError):  # a damaged caption affects only its sample
                     texts += dataset.texts([index])
             if not texts:
                 dataset.texts([0])  # raises the reason
             clip_model.note_cut(texts, cfg.max_text_len)
         found = [dataset.width, encoding_width]
-        widths = widths or found  # all must agree, or the first step would fail
+        widths = widths or found  # all data must agree, or the first step would fail
         if found != widths:
             raise UserError(
                 f"{path}: widths of embeddings and text encodings (0: none) are {found}; those of "
@@ -638,7 +641,7 @@ def open_data(cfg, source, device, widths=None):
             )
         datasets.append(dataset)
 
-    # Stored with the model, to build it and to sample from texts.
+    # Stored with the model. Needed to build it and to sample from texts.
     info = {
         "kind": "prior",
         "widths": widths,
@@ -665,15 +668,15 @@ def train(cfg):
     if run.results:  # the run is finished
         return loop.announce(run, cfg)
 
-    # Build model, optimizer and EMA. Restore them if resuming.
+    # Build model, optimizer and EMA. Restore them on resume.
     accumulate.seed_all(cfg.seed, "weights")  # all ranks start with the same weights
     prior = Prior(cfg, *info["widths"]).to(device)
     if clip_model:
         prior.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
-    if cfg.raw_embeddings:  # a checkpoint, if loaded below, has its own statistics
+    if cfg.raw_embeddings:  # `restore` replaces the result if it loads a model
         batch, usable = dataset.fetch(order.some_of(indices, 10_000))
         prior.measure_embeddings(batch["image_embed"][usable])
-    trainable = prior  # with LoRA, only the adapters
+    trainable = prior  # with LoRA: only the adapters
     if cfg.lora_rank:
         trainable, info["lora"] = adapters.start(prior, cfg, identity["base"])
     optimizers = optim.make(
@@ -697,16 +700,16 @@ def train(cfg):
     with loop.begin(run, state, about, device) as progress:
         prior.train()
         while True:
-            # Evaluate. Sampling uses the averaged weights, so val_loss and best.pt are of these.
+            # Evaluate. Sampling uses the averaged weights, so val_loss and best.pt use them, too.
             if eval_due():
                 with progress.paused():
                     validation = splits["validation"]
                     metrics = {"val_loss_online": mean_loss(prior, validation, clip_model)}
                     with ema.applied(trainable):
                         metrics["val_loss"] = mean_loss(prior, validation, clip_model)
-                        if state.step < cfg.steps:  # otherwise the test follows
+                        if state.step < cfg.steps:  # after the last step, the test follows
                             metrics |= sample_metrics(prior, splits, "validation", clip_model)
-                progress.log_evaluation(metrics)  # and save the best
+                progress.log_evaluation(metrics)  # also saves the best model
             if state.step >= cfg.steps:
                 break
 
@@ -721,10 +724,11 @@ def train(cfg):
                         # Randomness depends only on (seed, step, chunk), not on the rank.
                         accumulate.seed_all(cfg.seed, state.step, chunk.index)
                         batch = loader.to_device(batch, device)
-                        condition = conditioning(batch, cfg, clip_model)  # the CLIP is in fp32
+                        condition = conditioning(batch, cfg, clip_model)  # outside autocast
                         with amp.autocast(device, cfg.precision):
                             loss = diffusion_loss(prior, batch, condition)
-                        # Chunk weights sum to 1, so the gradient is that of the mean loss.
+                        # Chunk weights sum to 1, so the gradients add up to the gradient of the
+                        # mean loss.
                         with dist.sum_gradients(trainable, chunk is plan[-1]):  # over all ranks
                             scaler.scale(loss * chunk.weight).backward()
                         chunk_losses.append(loss.detach() * chunk.size)
@@ -758,12 +762,12 @@ class PriorConfig(config.Inference):
     """The prior"""
 
     run_dir: str = field("runs/prior", "run folder of the prior")
-    lora_scale: float = field(1.0, "scale of its adapters, 0: the model without them")
-    guidance_scale: float = field(-1.0, "guidance, 1: none, below 0: as in training")
+    lora_scale: float = field(1.0, "scale of its LoRA adapters, 0: without adapters")
+    guidance_scale: float = field(-1.0, "guidance scale, 1: none, below 0: as in training")
 
 
 def load_prior(path, device, weights="ema", lora_scale=1.0):
-    """(prior in eval mode, file contents) from a model.pt or checkpoint, with adapters merged."""
+    """Load (prior in eval mode, file contents) from a model file, with adapters merged."""
     cfg, contents = checkpoint.read_model({"prior": Config}, path, weights)
     contents = adapters.merged(contents, path, lora_scale)
     prior = Prior(cfg, *contents["widths"])
@@ -772,7 +776,7 @@ def load_prior(path, device, weights="ema", lora_scale=1.0):
 
 
 def guidance_of(args, cfg):
-    """The guidance scale given to the command, or else that of the training."""
+    """The guidance scale given to the command, or else the scale used in training."""
     return args.guidance_scale if args.guidance_scale >= 0 else cfg.guidance_scale
 
 
@@ -781,12 +785,12 @@ class EvaluateConfig(PriorConfig):
     """What to evaluate on"""
 
     data: str = field("", "embeddings; default: the training data")
-    eval_samples: NonNegativeInt = field(0, "maximum samples of the test split, 0: all")
+    eval_samples: NonNegativeInt = field(0, "maximum number of test samples, 0: all")
     eval_timesteps: tuple[PositiveInt, ...] = field((), "sampling steps; default: as in training")
 
 
 def open_evaluation(args, device):
-    """(prior with the settings of this evaluation, splits, CLIP or None)."""
+    """Load (prior with the settings of this evaluation, splits, CLIP or None)."""
     path = checkpoint.model_file(args.run_dir, args.model, args.weights)
     prior, contents = load_prior(path, device, args.weights, args.lora_scale)
     cfg = loop.evaluation_settings(prior.cfg, args, MAX_CHUNK)
@@ -812,26 +816,26 @@ def evaluate(args):
 class SampleConfig(PriorConfig):
     """What to sample"""
 
-    text: str = field("", "a text; without any text, sampling is unconditional")
+    text: str = field("", "text prompt; without any text, sampling is unconditional")
     texts: str = field("", "file with one text per line")
     text_embeds: str = field("", ".npy file of text embeddings (N, D), which needs no CLIP")
     negative_text: str = field("", "negative text: guidance moves away from it")
     num_samples: PositiveInt = field(4, "embeddings per text")
-    eta: Fraction = field(1.0, "sampling noise, 1: DDPM, 0: none, by DPM-Solver++(2M)")
+    eta: Fraction = field(1.0, "sampling noise, 1: DDPM, 0: none (DPM-Solver++(2M))")
     best_of: PositiveInt = field(
         2, "candidates per embedding; the one most similar to the text is kept"
     )
-    steps: NonNegativeInt = field(0, "sampling steps, 0: the largest of the eval_timesteps")
+    steps: NonNegativeInt = field(0, "sampling steps, 0: the largest of eval_timesteps")
     max_batch: PositiveInt = field(256, "embeddings per batch; a text is never split over batches")
-    clip: str = field("", "CLIP for the text; default: that of the training")
+    clip: str = field("", "CLIP for the text; default: the CLIP used in training")
     out: str = field("embeddings.npy", ".npy file for the embeddings (texts · num_samples, D)")
 
     def __post_init__(self):
         super().__post_init__()
         if self.text:
-            config.check_unused(self, "beside --text", "texts", "text_embeds")
+            config.check_unused(self, "with --text", "texts", "text_embeds")
         elif self.texts:
-            config.check_unused(self, "beside --texts", "text_embeds")
+            config.check_unused(self, "with --texts", "text_embeds")
         else:
             config.check_unused(self, "without a text", "clip", "negative_text")
             if not self.text_embeds:
@@ -841,7 +845,7 @@ class SampleConfig(PriorConfig):
 def read_text_embeddings(path, prior, median_norm):
     """Text embeddings (N, D) of a .npy file; UserError if they do not fit the prior.
 
-    median_norm: of the text embeddings in its training, or None if unknown.
+    median_norm: median norm of the text embeddings in training, or None if unknown.
     """
     if prior.cfg.text_encodings:
         raise UserError(
@@ -851,14 +855,15 @@ def read_text_embeddings(path, prior, median_norm):
     rows, width = embeds.shape
     if not rows or width != prior.embed_width or not embeds.isfinite().all():
         raise UserError(
-            f"{path}: {rows} rows {width} wide; expected {prior.embed_width}, and finite numbers"
+            f"{path}: {rows} rows of width {width}; expected at least one of width "
+            f"{prior.embed_width}, with finite numbers"
         )
     # Raw embeddings are not normalized, so the model would misread another length.
     length = embeds.norm(dim=1).median()
     if prior.cfg.raw_embeddings and median_norm and not 0.5 < length / median_norm < 2:
         raise UserError(
-            f"{path}: its embeddings have length {length:.3g}, those of the training have length "
-            f"{median_norm:.3g}; write them by python -m common.data.embed embed --raw"
+            f"{path}: its embeddings have length {length:.3g}, but those in training have length "
+            f"{median_norm:.3g}; write them with python -m common.data.embed embed --raw"
         )
     return embeds
 
@@ -879,7 +884,7 @@ def sample(args):
     clip_model = negative = None
     if texts:
         spec = args.clip or contents["clip"]
-        # With another CLIP, texts would silently get a different meaning.
+        # With another CLIP, texts would silently get other embeddings.
         clip_model = clips.load(spec, device, contents["clip_fingerprint"], text_only=True)
         clip_model.check_widths(f"--clip {spec}", *contents["widths"])
         clip_model.note_cut(texts, cfg.max_text_len)
@@ -916,7 +921,7 @@ def sample(args):
             negative,
         )
         samples.append(embeds.cpu())
-    # Atomically, so that an interrupted command leaves no broken file.
+    # Write atomically, so that an interrupted command leaves no broken file.
     samples = torch.cat(samples).numpy()
     with checkpoint.atomic_write(args.out) as file:
         np.save(file, samples)
@@ -959,7 +964,8 @@ PRESETS = {
         log_every=100, eval_every="10000", save_every="2000",
     ),
 }
-# Karlo: sizes from its published configs. Its training is not public, so the rest is DALL-E 2's.
+# Karlo: sizes from its published configs. How it was trained is not public, so other settings are
+# DALL-E 2's.
 PRESETS["karlo"] = dict(
     PRESETS["dalle2"], depth=20, raw_embeddings=True, guidance_scale=4.0, eval_timesteps=(25,)
 )

@@ -1,4 +1,4 @@
-"""Train LoRA adapters on a frozen base, and merge them into it for inference.
+"""Train LoRA adapters on a frozen base model, and merge them into it for inference.
 
 A fork without LoRA can delete this file, its calls in the scripts and in resume.py, and
 models/lora.py.
@@ -12,20 +12,21 @@ from common.models import lora
 
 
 def start(model, cfg, sha256):
-    """Load the (averaged) weights of --init_from into `model`, and add adapters of --lora_rank.
+    """Load the averaged weights of --init_from into `model`, and add adapters of rank --lora_rank.
 
-    With --precision bf16 or fp16 the frozen base is stored in that type, as autocast would cast it
-    anyway. For a prior of 106 M weights, a step then takes 16 to 26 % less memory on a CPU.
-    Returns (adapters, {"rank", "base", "base_sha256", "source"}); the dict is the entry "lora" of
-    the run's files. source: where the base was imported from, or else its path. sha256: of the
-    file. Collective. UserError if the file has another model, or adapters.
+    With --precision bf16 or fp16, the frozen matrices are stored in that type, because autocast
+    would cast them anyway. For a prior with 106 M weights, a step then takes 16 to 26 % less memory
+    on a CPU. Returns (adapters, {"rank", "base", "base_sha256", "source"}); the dict becomes the
+    entry "lora" of the run's files. source: where the base was imported from, or else its path.
+    sha256: hash of the file --init_from. Collective. UserError if the file contains a different
+    model, or adapters.
     """
     path = cfg.init_from
 
     def load_base():
         contents = checkpoint.model_contents(checkpoint.load(path, mmap=True))
         if "lora" in contents:
-            raise UserError(f"{path}: has LoRA adapters, not a model; give their base")
+            raise UserError(f"{path}: has only LoRA adapters; give their base model")
         checkpoint.load_weights(model, contents["model"], path)
         return contents.get("source")
 
@@ -55,7 +56,7 @@ def merged(contents, path, scale=1.0):
     weights = checkpoint.model_contents(checkpoint.load(base))["model"]
     if checkpoint.checksum(base) != contents["lora"]["base_sha256"]:
         config.note(f"{path} was trained on {base}, which has changed since")
-    with config.explained(f"{path}: adapters of another model than {base}"):
+    with config.explained(f"{path}: its adapters do not fit {base}"):
         weights = lora.add(weights, contents["model"], scale)
     contents = contents | {"model": weights}
     del contents["lora"]

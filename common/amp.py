@@ -11,10 +11,10 @@ def autocast(device, precision):
 
 
 def shared_cast_cache(device):
-    """Context of all chunks of a step: autocast casts each weight only once.
+    """Context around all chunks of a step, in which autocast casts each weight only once.
 
-    Torch clears its cache of cast weights when the outermost autocast exits. This is an outer,
-    disabled one that spans the step.
+    Torch clears its cache of cast weights when the outermost autocast exits. So this opens a
+    disabled autocast around the whole step.
     """
     return torch.autocast(device.type, enabled=False)
 
@@ -27,10 +27,10 @@ def scaler(device, precision):
 def step(scaler, optimizers, max_grad_norm):
     """Unscale and clip the gradients of a model, and step its `optimizers`.
 
-    max_grad_norm: 0 for no clipping. Returns (norm before clipping, a scalar tensor; True if the
-    optimizers stepped). On an fp16 overflow no optimizer steps, and the caller repeats the step.
-    All ranks decide the same, because gradients were summed before. The caller then calls
-    `scaler.update()` once, for all models.
+    max_grad_norm: 0 for no clipping. Returns (the gradient norm before clipping, a scalar tensor;
+    True if the optimizers stepped). On an fp16 overflow no optimizer steps, and the caller repeats
+    the step. All ranks make the same decision, because gradients are already summed. After the
+    steps of all models, the caller calls `scaler.update()` once.
     """
     parameters = []
     for optimizer in optimizers:

@@ -25,16 +25,19 @@ try:
 except ImportError:  # Windows: nothing is locked
     fcntl = None
 
-# Types of entries. A wrong type would fail later, with an error that does not name the file.
+# Types of entries, checked on loading. Later, a wrong type would raise an error that does not name
+# the file.
 KINDS = dict.fromkeys(("model", "ema", "training", "config", "lora"), dict) | {"step": int}
 
 # Files
 
 
 def lock(file, wait=False):
-    """Lock an open file until it is closed; prints a note if the file system has no locks.
+    """Lock an open file until it is closed.
 
-    If another process has locked it, `wait`, or raise BlockingIOError.
+    If another process holds the lock: wait for it if `wait`, else raise BlockingIOError or, on some
+    systems, PermissionError. If the file system has no locks, nothing is locked; without `wait`, a
+    note says so.
     """
     if not fcntl:
         return
@@ -44,7 +47,7 @@ def lock(file, wait=False):
     except (BlockingIOError, PermissionError):
         raise
     except OSError:  # Lustre and NFS may have no locks
-        if not wait:  # a run folder
+        if not wait:  # for example a run folder
             config.note(
                 f"{file.name} cannot be locked; make sure that no other process trains here"
             )
@@ -52,7 +55,7 @@ def lock(file, wait=False):
 
 @contextlib.contextmanager
 def atomic_write(path):
-    """Context that yields a binary file, which replaces `path` at the end if there is no error."""
+    """Context that yields a binary file. It replaces `path` at the end, unless an error occurs."""
     path = Path(path)
     if path.exists() and not path.is_file():  # such as /dev/null, which root could replace
         raise FileExistsError(f"{path}: exists, and is not a file")
@@ -72,7 +75,7 @@ def atomic_write(path):
                 os.close(folder)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        # torch raises its own error, which hides that of the disk.
+        # torch raises a RuntimeError, with the disk's error as its context.
         cause = error.__context__ if isinstance(error, RuntimeError) else error
         if isinstance(cause, OSError):
             raise OSError(cause.errno, f"{cause.strerror}, writing", str(path)) from error
@@ -80,7 +83,7 @@ def atomic_write(path):
 
 
 class Hashing:
-    """A binary file for appending that computes the sha256 of its content."""
+    """Wraps a binary file, and computes the sha256 of everything written to it."""
 
     def __init__(self, file):
         self.file = file
@@ -97,7 +100,7 @@ class Hashing:
 def save(contents, path):
     """Write nested dicts and lists of tensors and plain values; returns the file's sha256.
 
-    The hash is computed while writing, as all ranks wait, and files may have tens of gigabytes.
+    The hash is computed while writing, because all ranks wait and a file may have tens of GB.
     """
     with atomic_write(path) as file:
         hashing = Hashing(file)  # torch writes from beginning to end, without seeking
@@ -106,12 +109,12 @@ def save(contents, path):
 
 
 def load(path, *entries, mmap=False):
-    """Load the contents of `path` to the CPU. UserError if it is missing, damaged, or not ours.
+    """Load the contents of `path` to the CPU. UserError if it is missing or damaged.
 
-    entries: names that it must have besides "model". mmap: read tensors only when they are used.
+    entries: names that it must contain besides "model". mmap: read tensors only when they are used.
     """
     with config.explained(
-        f"{path}: no such checkpoint, or damaged, or of another program or version; train first, "
+        f"{path}: no such checkpoint, or damaged, or from another program or version; train first, "
         "or name another file"
     ):
         try:
@@ -138,7 +141,7 @@ def checksum(path):
 
 
 def write_json(values, path):
-    """Write `values` as indented JSON, atomically."""
+    """Write `values` as indented JSON, atomically; NaN and infinity become null."""
     with atomic_write(path) as file:
         file.write((json.dumps(config.nan_to_none(values), indent=2) + "\n").encode())
 
@@ -147,7 +150,7 @@ def write_json(values, path):
 
 
 def not_finite(weights):
-    """Names in {name: tensor} whose values are not all finite."""
+    """Names of the tensors in {name: tensor} that contain NaN or infinity."""
     return [
         name
         for name, value in weights.items()
@@ -156,20 +159,20 @@ def not_finite(weights):
 
 
 def load_weights(module, weights, path):
-    """Load {name: tensor} into `module`. UserError, which names `path`, unless all fit."""
+    """Load {name: tensor} into `module`; a UserError names `path` if names or shapes differ."""
     different = sorted(shapes(weights) ^ shapes(module.state_dict()))
     if different:
         raise UserError(
-            f"{path}: weights of another model, which differ in {different[:5]}; give its settings"
+            f"{path}: weights of another model, which differ in {different[:5]}; use its settings"
         )
     module.load_state_dict(weights)
 
 
 def read_model(classes, path, weights="ema"):
-    """(config, contents) of a model file; contents["model"] has the chosen weights.
+    """Read (config, contents) from a model file; contents["model"] has the chosen weights.
 
-    classes: {kind of model: its config class}. weights: "ema", or "online", which only checkpoints
-    have.
+    classes: {kind of model: its config class}. weights: "ema" (averaged) or "online" (not averaged,
+    only in checkpoints).
     """
     contents = load(path, "kind", "config")
     if contents["kind"] not in classes:
@@ -180,7 +183,7 @@ def read_model(classes, path, weights="ema"):
         )
     cls = classes[contents["kind"]]
     settings = config.from_json(cls, contents["config"], path)
-    # These may need packages that are not installed here.
+    # The run's logger and savers may need packages that are not installed here.
     settings |= {"logger": "console", "save": ()}
     if weights == "ema":
         contents = model_contents(contents)
@@ -188,10 +191,10 @@ def read_model(classes, path, weights="ema"):
 
 
 def model_file(folder, name="", weights="ema"):
-    """The path of the file `name` of a run.
+    """The path of the model file `name` in a run folder.
 
-    The default is best.pt, with a note, or else model.pt. For "online" weights it is the newest
-    checkpoint, as other files lack these.
+    The default is best.pt, with a note that gives its step, or else model.pt. For "online" weights
+    it is the newest checkpoint, because other files have only averaged weights.
     """
     if weights == "online":
         name = name or max(Path(folder).absolute().glob("checkpoints/step_*.pt"), default="")

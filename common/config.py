@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-# Types with bounds: Annotated[type, (the bound in words, the bound as a function)].
+# Types with bounds: Annotated[type, (the bound in words, a function that checks it)].
 PositiveInt = Annotated[int, ("a number above 0", lambda value: value > 0)]
 NonNegativeInt = Annotated[int, ("a number 0 or more", lambda value: value >= 0)]
 PositiveFloat = Annotated[float, ("a number above 0", lambda value: value > 0)]
 NonNegativeFloat = Annotated[float, ("a number 0 or more", lambda value: value >= 0)]
-Fraction = Annotated[float, ("a number within 0 and 1", lambda value: 0 <= value <= 1)]
+Fraction = Annotated[float, ("a number from 0 to 1", lambda value: 0 <= value <= 1)]
 Beta = Annotated[float, ("numbers from 0 to below 1", lambda value: 0 <= value < 1)]
 Interval = Annotated[
     str, ("steps, or minutes as in 10min", lambda value: re.fullmatch(r"\d+(min)?", str(value)))
@@ -41,17 +41,17 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def explained(message, kind=UserError):
-    """Context that turns any error into a `kind` of UserError: `message`, then the reason.
+    """Context that turns any error into a `kind` (of UserError): `message`, then the reason.
 
-    For reading users' files: damaged ones raise a dozen types of errors. Errors that are already a
-    `kind` are passed on unchanged.
+    Use it to read users' files, because damaged files raise a dozen types of errors. Errors that
+    are already a `kind` are passed on unchanged.
     """
     try:
         yield
     except kind:
         raise
     except Exception as error:
-        # Without memory addresses, so that the same fault always has the same message.
+        # Remove memory addresses, so that the same fault always has the same message.
         reason = re.sub(r" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}")
         raise kind(f"{message} ({reason:.300})") from error
 
@@ -70,7 +70,8 @@ def note(text):
 def need(module, wanted_by, package=None):
     """Import the optional `module`; a UserError says how to install its package.
 
-    Any error counts: an installed package may lack a system library.
+    Any import error counts, because an installed package may lack a system library. wanted_by: for
+    the message.
     """
     package = package or module.partition(".")[0]
     with explained(f"{wanted_by} needs {package}: pip install {package}"):
@@ -83,9 +84,9 @@ def need(module, wanted_by, package=None):
 def field(default, help="", model=False, fixed=False, affects_val_loss=False):
     """A setting of a config class: its default and its line in --help.
 
-    fixed: a resumed run must keep it (batch_size). model: `fixed`, and part of the model (width):
-    --init_from FILE takes it from the file. affects_val_loss: validation losses with different
-    values cannot be compared (eval_samples).
+    fixed: a resumed run must keep it (batch_size). model: it is part of the model (width), so it is
+    `fixed` too, and --init_from FILE takes it from the file. affects_val_loss: validation losses
+    with different values cannot be compared (eval_samples).
     """
     rules = {
         "help": help,
@@ -97,7 +98,7 @@ def field(default, help="", model=False, fixed=False, affects_val_loss=False):
 
 
 def model_field(default, help=""):
-    """A setting that is part of the model: see `field`."""
+    """A setting that is part of the model; see `field`."""
     return field(default, help, model=True)
 
 
@@ -112,7 +113,7 @@ def settings_with(cfg, rule):
 
 @dataclass(frozen=True)
 class Settings:
-    """Base of config classes. Values are checked on creation; a UserError names the wrong flag.
+    """Base class of configs. Values are checked on creation; a UserError names the wrong flag.
 
     The first line of a config class's docstring is the heading of its settings in --help.
     """
@@ -153,20 +154,20 @@ def replace(cfg, **changes):
 class TrainingRun(Settings):
     """Running, saving, logging: the same in all training scripts
 
-    `common/` also reads settings that each script declares: run_dir, data, steps, batch_size,
+    Code in common/ also reads settings that each script declares: run_dir, data, steps, batch_size,
     eval_every, eval_samples, and for the schedule lr, warmup_steps, cosine, cosine_steps.
     """
 
     val_data: str = field("", 'folder of the validation set; "": a fraction of --data is held out')
     validation: Fraction = field(0.1, "fraction of the data held out for validation", fixed=True)
     test: Fraction = field(0.1, "fraction of the data held out for the test at the end", fixed=True)
-    split_seed: int = field(0, "seed of which samples are held out", fixed=True)
+    split_seed: int = field(0, "random seed for the choice of held-out samples", fixed=True)
     init_from: str = field(
-        "", "file to take weights (and a model's settings) from: path, URL, wandb:RUN_PATH/FILE"
+        "", "file to take weights and model settings from: path, URL, or wandb:RUN_PATH/FILE"
     )
     chunk_size: NonNegativeInt = field(
         0,
-        "samples per forward pass (micro-batch), kept when resuming; 0: chosen to fit the ranks",
+        "samples per forward pass (micro-batch), kept on resume; 0: chosen to fit the ranks",
         affects_val_loss=True,
     )
     precision: Literal["fp32", "bf16", "fp16"] = field(
@@ -174,12 +175,12 @@ class TrainingRun(Settings):
     )
     compile: bool = field(False, "compile the model with torch.compile")
     deterministic: bool = field(
-        True, "on GPUs, give the same bits in every run; off: let cuDNN pick its fastest kernels"
+        True, "on GPUs, repeat results bit for bit; off: let cuDNN pick its fastest kernels"
     )
     log_every: PositiveInt = field(25, "steps between log lines")
-    save_every: Interval = field("200", "steps between checkpoints, or as 10min; 0: only the last")
+    save_every: Interval = field("200", "steps or time (10min) between checkpoints; 0: at the end")
     load: str = field(
-        "", "checkpoint to resume from if RUN has none: path, URL[#sha256=HEX], wandb:RUN_PATH/FILE"
+        "", "checkpoint to resume if RUN has none: path, URL[#sha256=HEX], or wandb:RUN_PATH/FILE"
     )
     logger: str = field(
         "console",
@@ -188,8 +189,8 @@ class TrainingRun(Settings):
     save: tuple[str, ...] = field(
         (), '"local|wandb|huggingface [kind=model] [repo=NAME] save_latest_to=PATH …", …'
     )
-    seed: int = field(0, "seed of everything random", fixed=True)
-    device: Device = field("auto", "where to compute")
+    seed: int = field(0, "random seed", fixed=True)
+    device: Device = field("auto", "device to compute on")
     workers: NonNegativeInt = field(0, "processes per rank that prefetch data")
     timeout_minutes: PositiveFloat = field(
         30.0, "how long a rank waits for other ranks or for data before it gives up"
@@ -225,10 +226,10 @@ class Inference(Settings):
         '"": best.pt, or else model.pt',
     )
     weights: Literal["ema", "online"] = field(
-        "ema", "averaged weights, or those of the optimizer (only in checkpoints)"
+        "ema", "averaged weights, or the weights before averaging (only in checkpoints)"
     )
-    seed: int = field(0, "seed of everything random")
-    device: Device = field("auto", "where to compute")
+    seed: int = field(0, "random seed")
+    device: Device = field("auto", "device to compute on")
 
 
 # JSON files
@@ -251,9 +252,9 @@ def as_json(cfg):
 
 
 def from_json(cls, values, source):
-    """{setting: value} from the JSON object of an earlier run's settings; UserError names `source`.
+    """{setting: value} from `values`, an earlier run's config; a UserError names `source`.
 
-    A fork may have added, removed or renamed settings since. Differences are printed as notes.
+    A fork may have added, removed or renamed settings since then. Notes list the differences.
     """
     known = {each.name for each in dataclasses.fields(cls)}
     unknown = sorted(values.keys() - known - {"versions"})
@@ -266,16 +267,16 @@ def from_json(cls, values, source):
 
 
 def typed(cls, values, source):
-    """{setting: value} of plain JSON values, checked and converted like flags.
+    """Check and convert plain JSON `values` to {setting: value}, as if they were flags.
 
-    They are turned into flags, so that argparse does it. A UserError begins with `source`.
+    argparse does the work, after they are turned into flags. A UserError begins with `source`.
     """
     words = [f"--{name}={as_word(value)}" for name, value in values.items()]
     return read_words(make_parser(cls), words, f"{source}: ")
 
 
 def as_word(value):
-    """A value as the text of a flag."""
+    """The text that gives `value` on the command line."""
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
     return str(value)
@@ -291,7 +292,7 @@ def converter(kind):
         kinds = typing.get_args(kind)
         item = converter(kinds[0])
         word = os.path.expanduser(word)
-        words = [word] if os.path.exists(word) else word.split(",")  # lr=1,bs=4 may be a folder
+        words = [word] if os.path.exists(word) else word.split(",")  # a path may contain commas
         items = tuple(item(each.strip()) for each in words if each.strip())
         if kinds[-1] is not Ellipsis and len(items) != len(kinds):
             raise ValueError(word)
@@ -303,12 +304,12 @@ def converter(kind):
     if typing.get_origin(kind) is tuple:
         tuple_of.__name__ = inspect.formatannotation(kind)  # for argparse's message
         return tuple_of
-    # Shells do not expand the ~ in --data=~/set, nor within quotes.
+    # Shells do not expand the ~ in --data=~/set or in quotes.
     return {bool: true_or_false, str: os.path.expanduser}.get(kind, kind)
 
 
 def make_parser(cls, usage=""):
-    """An argparse parser for the settings of a config class; those of the script come first."""
+    """An argparse parser for the settings of a config class, with the script's own first."""
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS,
         description=usage,
@@ -338,7 +339,7 @@ def make_parser(cls, usage=""):
 
 
 def read_words(parser, words, source=""):
-    """{name: value} of the words of a command line; a UserError begins with `source`."""
+    """Parse command-line `words` to {name: value}; a UserError begins with `source`."""
     try:
         settings, unknown = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
@@ -379,7 +380,7 @@ def parse(cls, words, usage="", presets=None):
     found, _ = finder.parse_known_args(words)
     given = read_json(found.config) if found.config else {}
     preset = ""
-    if presets:  # this command has some
+    if presets:  # only if this command has presets
         preset = found.preset or str(given.get("preset", ""))
     if preset and preset not in presets:
         raise UserError(f"--preset {preset}: expected one of {', '.join(presets)}")
@@ -396,7 +397,7 @@ def parse(cls, words, usage="", presets=None):
             settings = settings[stage]
 
     parser = make_parser(cls, usage)
-    parser.add_argument("--config", metavar="FILE.json", help="settings; flags win over them")
+    parser.add_argument("--config", metavar="FILE.json", help="settings; flags win over the file")
     flags = read_words(parser, words)
     flags.pop("config", None)
     settings = typed(cls, settings, f"--preset {preset}")
@@ -412,10 +413,10 @@ def parse(cls, words, usage="", presets=None):
 def run(commands, usage, default=None, presets=None):
     """Run the command named by the first word of the command line, or else `default`.
 
-    commands: {name: (function of a config, config class or {stage: class})}. presets: of the
-    default command, see `parse`. Errors on the command line exit with one line and status 2, later
-    UserErrors and OSErrors with one line and status 1. Other errors have a traceback, because the
-    program or the machine is at fault.
+    commands: {name: (function of a config, config class or {stage: class})}. presets: for the
+    default command, see `parse`. A wrong command line prints one line and exits with status 2; a
+    later UserError or OSError prints one line and exits with status 1. Other errors show a
+    traceback, because the program or the machine is at fault.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError):  # closed, or not a stream
@@ -435,29 +436,31 @@ def run(commands, usage, default=None, presets=None):
         status = 1
         function(cfg)
     except (UserError, OSError) as error:
-        # Rank 0 reports command-line errors, which all ranks have; later, the rank that failed.
+        # All ranks see a wrong command line, so only rank 0 reports it. Later, the rank that
+        # failed reports its error.
         if status == 1 or is_main():
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(status) from None
-    except KeyboardInterrupt:  # before training, which saves first
+    except KeyboardInterrupt:  # outside of training, which would save first
         raise SystemExit(130) from None
 
 
 def check_unused(cfg, case, *names):
-    """UserError if one of the settings `names`, which have no effect in this `case`, is given."""
+    """UserError if any of the settings `names` is set, because it has no effect in this `case`."""
     for name in names:
         if getattr(cfg, name) != getattr(type(cfg), name):  # the default
-            raise UserError(f"--{name}: {case} it does nothing; leave it out")
+            raise UserError(f"--{name} has no effect {case}; leave it out")
 
 
 def parse_options(flag, text, kinds):
-    """Make the object that `text` describes, such as "NAME OPTION=VALUE ..."; UserError.
+    """Make the object that `text` describes, such as "NAME OPTION=VALUE ...".
 
-    kinds: {name: class}; the options are the arguments of the class. flag: for messages.
+    kinds: {name: class}; the options are the arguments of the class. flag: for messages. UserError
+    if `text` is malformed.
     """
     names = ", ".join(kinds)
     with explained(f"--{flag} {text}: expected one of {names}, then OPTION=VALUE …"):
-        name, *pairs = shlex.split(text.replace("\\", r"\\"))  # keep the backslashes of Windows
+        name, *pairs = shlex.split(text.replace("\\", r"\\"))  # keep backslashes of Windows
         options = {}
         for pair in pairs:
             option, value = pair.split("=", 1)

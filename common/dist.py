@@ -1,6 +1,6 @@
 """Data-parallel training without DDP: process group, sums over ranks, stopping all ranks together.
 
-In a single process nothing is exchanged.
+A single process exchanges nothing.
 """
 
 import atexit
@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as td
 
-# Import it before the group exists: its default arguments would keep the group alive.
+# Import this before the group exists. Otherwise its default arguments would keep the group alive.
 import torch.distributed.nn
 
 from common.config import UserError, explained, is_main, note
@@ -51,7 +51,7 @@ def setup(device="auto", timeout_minutes=30.0, deterministic=True):
         note("this Slurm task trains alone; to use several, let srun start torchrun on each node")
     device = choose_device(device, deterministic)
     if world_size() > 1:
-        # Even with GPUs, the hosts exchange stop signals and plain values over gloo.
+        # Stop signals and plain values are exchanged on the CPU over gloo, even with GPUs.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() else "gloo"
         timeout = timedelta(minutes=timeout_minutes)
         with explained("cannot reach the other ranks"):
@@ -64,8 +64,8 @@ def choose_device(device="auto", deterministic=True):
     """This process's torch.device, set up for use.
 
     Commands of a single process call this instead of `setup`, so that they do not wait for other
-    ranks in containers that set WORLD_SIZE. deterministic: GPUs give the same bits in every run,
-    and after a resume; otherwise cuDNN measures which of its kernels are the fastest.
+    ranks in containers that set WORLD_SIZE. deterministic: GPUs repeat results bit for bit, also
+    after a resume; otherwise cuDNN measures which of its kernels are the fastest.
     """
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks on this machine
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -86,16 +86,16 @@ def choose_device(device="auto", deterministic=True):
             )
         torch.cuda.set_device(local_rank)
         torch.set_float32_matmul_precision("high")  # TF32
-        # cuBLAS needs the variable to repeat its bits.
+        # Without this variable, cuBLAS does not repeat results bit for bit.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time
+        torch.utils.deterministic.fill_uninitialized_memory = False  # filling costs time
         torch.backends.cudnn.benchmark = not deterministic
         device = f"cuda:{local_rank}"
     elif device == "mps" and not torch.backends.mps.is_available():
-        raise UserError("--device mps: there is none on this machine; use --device cpu")
+        raise UserError("--device mps: this machine has none; use --device cpu")
     elif local_size > 1 and os.environ.get("OMP_NUM_THREADS") == "1":
-        # 1 is torchrun's default. Divide the cores among the ranks instead.
+        # 1 thread is torchrun's default. Divide the cores among the ranks instead.
         cores = os.cpu_count()
         if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
             cores = len(os.sched_getaffinity(0))
@@ -110,7 +110,7 @@ def teardown():
     """
     if td.is_initialized():
         td.destroy_process_group()
-        gc.collect()  # the last reference to the group joins its threads
+        gc.collect()  # freeing the last reference to the group joins its threads
 
 
 # Stops
@@ -123,7 +123,7 @@ class Stopped(SystemExit):
     """
 
 
-# The newest signal to this process, 0 for none yet; None while nobody listens.
+# The newest signal to this process; 0 for none yet, None outside `listening`.
 received = None
 
 
@@ -131,8 +131,8 @@ received = None
 def listening():
     """Context in which SIGNALS do not end the process: `stop_together` handles them.
 
-    A second Ctrl-C ends it at once. Ignored signals stay ignored, such as SIGHUP under nohup. Only
-    the main thread can listen.
+    A second Ctrl-C ends the process at once. Signals that were ignored stay ignored, such as SIGHUP
+    under nohup. Only the main thread can listen.
     """
     global received
     received = 0
@@ -153,14 +153,14 @@ def note_signal(number, frame):
     global received
     received = number
     if number == signal.SIGINT:
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the process
 
 
 def stop_together():
-    """Raise Stopped on all ranks if any rank received a signal. Collective, without the GPUs.
+    """Raise Stopped on all ranks if any rank received a signal. Collective, but on the CPU.
 
-    It is called at every step, because log lines may be too far apart: torchrun kills the ranks 30
-    s after it has passed on a signal.
+    Call it at every step, because log lines may be too far apart: torchrun kills the ranks 30 s
+    after it has passed on a signal.
     """
     if received is None:
         return
@@ -174,7 +174,7 @@ def stop_together():
 def my_share(count):
     """Yield this rank's numbers below `count`: rank, rank + world_size, …
 
-    While ranks listen for signals, this is collective: each number begins with `stop_together`.
+    Within `listening` this is collective: it calls `stop_together` before each number.
     """
     for first in range(0, count, world_size()):
         stop_together()
@@ -185,22 +185,22 @@ def my_share(count):
 # Tensors
 
 
-BUCKET = 25 * 2**20  # bytes of gradients in an all-reduce
+BUCKET = 25 * 2**20  # bytes of parameters whose gradients share an all-reduce
 
 
 @contextlib.contextmanager
 def sum_gradients(module, last=True):
-    """Context of a backward pass. For the `last` chunk of a rank, it sums gradients over ranks.
+    """Context around a backward pass. For a rank's `last` chunk, it sums gradients over all ranks.
 
     Gradients are all-reduced in buckets during the backward pass, starting with those of the last
-    parameters. A gradient that is None counts as zeros. Buckets and their order depend only on the
+    parameters. A gradient of None counts as zeros. Buckets and their order depend only on the
     parameters, so that a run resumes bit for bit. (DistributedDataParallel rebuilds its buckets
     after the first step.)
 
     To use DistributedDataParallel instead, wrap the model in it after `resume.restore`, and call
-    the wrapper where the loss calls the model. Run loss and backward pass of all chunks but the
-    last in its `no_sync()`. It averages over ranks, so multiply the loss by world_size(). FSDP also
-    needs another EMA, another clipping in amp.step, and another `resume.State.contents`.
+    the wrapper where the loss calls the model. For all chunks but the last, run loss and backward
+    pass in its `no_sync()`. It averages over ranks, so multiply the loss by world_size(). For FSDP,
+    also change the EMA, the clipping in amp.step, and `resume.State.contents`.
     """
     if not last:
         yield
@@ -240,10 +240,10 @@ def sum_gradients(module, last=True):
 
 
 def all_reduce_gradients(parameters):
-    """Start to sum the gradients of `parameters` over the ranks; returns the work to wait for.
+    """Start summing the gradients of `parameters` over all ranks; returns the work to wait for.
 
-    The gradients become views of one flat tensor, each with the memory layout of its parameter, so
-    there is no second copy of them.
+    The gradients become views of one flat tensor, so there is no second copy of them. Each keeps
+    the memory layout of its parameter.
     """
     flat = parameters[0].new_empty(sum(p.numel() for p in parameters))
     offset = 0
@@ -256,7 +256,7 @@ def all_reduce_gradients(parameters):
 
 
 def broadcast_tensor(tensor):
-    """Overwrite `tensor` on every rank with rank 0's."""
+    """Overwrite `tensor` on every rank with rank 0's values."""
     if world_size() > 1:
         td.broadcast(tensor, src=0)
 
@@ -265,7 +265,7 @@ def broadcast_tensor(tensor):
 
 
 def all_gather(value):
-    """List of the plain `value` of every rank, in order of rank, on every rank."""
+    """Collect the plain `value` of every rank; returns a list in order of rank, on every rank."""
     values = [value] * world_size()
     if world_size() > 1:
         td.all_gather_object(values, value)
@@ -273,12 +273,12 @@ def all_gather(value):
 
 
 def all_sum(values):
-    """Sum a list of numbers over all ranks, elementwise, in float64. Collective."""
+    """Sum lists of numbers over all ranks, elementwise, in float64. Collective."""
     return [sum(of_ranks, 0.0) for of_ranks in zip(*all_gather(values))]
 
 
 def fail(message):
-    """Exit all ranks, which must all call this, with one message: a UserError on rank 0."""
+    """End all ranks with one message, a UserError on rank 0. Every rank must call this."""
     if is_main():
         raise UserError(message)
     raise SystemExit(1)
@@ -287,8 +287,8 @@ def fail(message):
 def on_all(work):
     """Run `work()` on every rank and return each rank's own result. `work` has no collectives.
 
-    If it raises a UserError or OSError on some ranks, all ranks exit, and the first of them raises
-    its error.
+    If it raises a UserError or OSError on some ranks, all ranks exit, and the first rank that
+    failed raises its error.
     """
     result = None
     failure = None
@@ -305,6 +305,6 @@ def on_all(work):
 
 
 def on_main(work):
-    """Run `work()` only on rank 0; every rank gets its plain result. Errors: see `on_all`."""
+    """Run `work()` only on rank 0; every rank gets the plain result. Errors: see `on_all`."""
     result = on_all(lambda: work() if is_main() else None)
     return all_gather(result)[0]

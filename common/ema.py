@@ -9,20 +9,20 @@ import torch
 
 @dataclasses.dataclass(eq=False)
 class EMA:
-    """Averages, in fp32, of the parameters of `model` that are trainable on creation.
+    """Averages, in fp32, of the parameters of `model` that are trainable when it is created.
 
     The named `buffers` are averaged as well. Everything else (other buffers, frozen weights) is
-    read from the model on demand. Only the averages are saved. They are on the device that the
-    model is on at creation. The warm-up is that of diffusers' EMAModel.
+    read from the model on demand. The averages stay on the device where the model was at creation.
+    The decay warms up as in diffusers' EMAModel.
     """
 
     model: torch.nn.Module
     update_every: int = 1  # steps between updates of the averages
-    decay: float = 0.9999  # the maximum; 0: no averaging, use the model's own weights
+    decay: float = 0.9999  # maximum decay; 0: no averaging, use the model's own weights
     update_after: int = 0  # steps 1 to update_after + 1 copy the parameters
-    inv_gamma: float = 1.0  # of the warm-up
-    power: float = 0.75  # of the warm-up
-    min_decay: float = 0.0  # the minimum; equal to `decay`: no warm-up
+    inv_gamma: float = 1.0  # warm-up, see `decay_at`
+    power: float = 0.75  # warm-up, see `decay_at`
+    min_decay: float = 0.0  # minimum decay; equal to `decay`: no warm-up
     buffers: tuple = ()  # names of buffers to average
 
     def __post_init__(self):
@@ -34,21 +34,21 @@ class EMA:
                     self.averages[name] = parameter.detach().clone().float()
             for name in self.buffers:
                 self.averages[name] = self.model.get_buffer(name).clone().float()
-        # (layer, attribute) of each one. Making a state_dict at every step would take longer than
-        # the averaging. Parameters may be replaced later, but not the layers that have them.
+        # (layer, attribute) behind each average. Making a state_dict at every step would take
+        # longer than the averaging. Parameters may be replaced later, but not their layers.
         self.sources = []
         for path in self.averages:
             layer, _, name = path.rpartition(".")
             self.sources.append((self.model.get_submodule(layer), name))
 
     def decay_at(self, step):
-        """Decay after optimizer step number `step`, which starts at 1; 0 copies the parameters.
+        """The decay after optimizer step number `step`, from 1 on; 0 copies the parameters.
 
-        1 - (1 + s/inv_gamma)^-power, clamped to [min_decay, decay], where s = step - update_after -
-        1 is the number of steps averaged before.
+        It is 1 - (1 + s/inv_gamma)^-power, clamped to [min_decay, decay], where s = step -
+        update_after - 1 is the number of steps already averaged.
         """
         s = step - self.update_after - 1
-        if s <= 0 or step <= self.update_every:  # copy, so that the random weights have no share
+        if s <= 0 or step <= self.update_every:  # the initial weights get no share
             return 0.0
         value = 1 - (1 + s / self.inv_gamma) ** -self.power
         return max(self.min_decay, min(self.decay, value))
@@ -84,7 +84,7 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self, model):
-        """Context in which `model` has the averaged weights. Its own are restored bit for bit."""
+        """Context in which `model` has the averaged weights; its own are restored bit for bit."""
         self.store(model)
         try:
             self.copy_to(model)
@@ -99,7 +99,7 @@ class EMA:
     def load_state_dict(self, state):
         """Copy the averages from `state`; a ValueError names what does not fit.
 
-        Everything else is loaded with the model.
+        All other entries are ignored: they are loaded with the model.
         """
         different = sorted(shapes(state) ^ shapes(self.state_dict()))
         if different:
@@ -109,5 +109,5 @@ class EMA:
 
 
 def shapes(state):
-    """{(name, shape)} of the tensors."""
+    """{(name, shape)} of the tensors in `state`."""
     return {(name, tuple(tensor.shape)) for name, tensor in state.items()}

@@ -8,9 +8,9 @@ A dataset needs these methods for training:
     check() -> (unusable, checked, faults)                  called before training
     fingerprint() -> dict                                   changes when the data change
 
-The scripts use more when they open and evaluate it: train_prior.py folder, width, encoding_width,
-captions, texts and text_embeds.median_norm; train_decoder.py width, captions and texts;
-train_audio.py names, texts, rate, wave and load_usable.
+To open and evaluate a dataset, the scripts also use: in train_prior.py folder, width,
+encoding_width, captions, texts and text_embeds.median_norm; in train_decoder.py width, captions and
+texts; in train_audio.py names, texts, rate, wave and load_usable.
 """
 
 import atexit
@@ -26,17 +26,17 @@ from torch.utils._pytree import tree_map_only
 from common import accumulate, dist, order
 from common.config import UserError
 
-MAX_UNUSABLE = 0.01  # fraction of unusable samples above which a run ends
+MAX_UNUSABLE = 0.01  # a run ends if a larger fraction of the samples is unusable
 
 
 @dataclasses.dataclass(eq=False)
 class ChunkDataset(torch.utils.data.Dataset):
-    """Maps (first position, one past the last) of a run to a batch of these samples.
+    """Maps positions of a run (first, one past the last) to a batch of the samples there.
 
-    With a seed, `indices` are shuffled in each epoch, and `fetch` gets random bits that depend on
-    seed and position, for augmentation. Without a seed, for evaluation, samples are in order and
-    nothing is random. An unusable sample is replaced by the next one in `indices`, the same on any
-    rank, and listed in batch["unusable"].
+    With a seed, `indices` are shuffled anew in each epoch, and `fetch` gets random bits that depend
+    on seed and position, for augmentation. Without a seed, for evaluation, samples are in order and
+    nothing is random. An unusable sample is listed in batch["unusable"], and replaced by the next
+    usable one in `indices`, whatever the rank.
 
     Workers also run `tokenizer`, which makes batch["tokens"] from batch["caption"], and then
     `transform(batch, random_bits)`, which returns the final batch.
@@ -49,7 +49,7 @@ class ChunkDataset(torch.utils.data.Dataset):
     transform: object = None
 
     def __getitem__(self, span):
-        positions = np.arange(*span)  # of the run
+        positions = np.arange(*span)  # in the endless run
         bits = None
         places = positions  # in `indices`
         if self.seed is not None:
@@ -63,7 +63,7 @@ class ChunkDataset(torch.utils.data.Dataset):
             if usable.all():
                 break
             for index in indices[~usable]:
-                # A second try may succeed, for example on a network disk.
+                # `fault` is "" if a second read succeeds, for example on a network disk.
                 unusable.append(self.dataset.fault(index) or f"sample {index}")
             if len(unusable) > 100 + MAX_UNUSABLE * len(self.indices):
                 raise UserError(
@@ -80,7 +80,7 @@ class ChunkDataset(torch.utils.data.Dataset):
 
 
 class ErrorsAsItems(torch.utils.data.Dataset):
-    """A ChunkDataset that returns errors, because torch adds a traceback to errors of workers."""
+    """A ChunkDataset that returns errors: torch adds a traceback to errors that workers raise."""
 
     def __init__(self, chunks):
         self.chunks = chunks
@@ -95,7 +95,7 @@ class ErrorsAsItems(torch.utils.data.Dataset):
 def read_ahead(chunks, spans, workers=0, pin_memory=False, timeout=0):
     """Yield the items of a ChunkDataset at `spans` in order, prefetched by `workers`.
 
-    timeout: seconds to wait for a worker before raising an error, 0: forever.
+    timeout: seconds to wait for a worker before an error is raised; 0: no limit.
     """
     if workers:
         atexit.register(kill_workers)
@@ -121,13 +121,13 @@ def ignore_signals(worker):
 
 
 def kill_workers():
-    """Kill the workers at exit. Python would send them SIGTERM, and wait forever."""
+    """Kill the workers at exit. Python would send SIGTERM, which they ignore, and wait forever."""
     for process in multiprocessing.active_children():
         process.kill()
 
 
 def train_batches(cfg, dataset, indices, step, device, tokenizer=None, transform=None):
-    """(this rank's plan of chunks, endless iterator over their batches, starting at `step`).
+    """(plan of this rank's chunks in a step, endless iterator over their batches from `step` on).
 
     tokenizer, transform: see ChunkDataset.
     """
@@ -135,14 +135,14 @@ def train_batches(cfg, dataset, indices, step, device, tokenizer=None, transform
     spans = order.training_spans(plan, cfg.batch_size, step)
     chunks = ChunkDataset(dataset, indices, cfg.seed, tokenizer, transform)
     pin_memory = device.type == "cuda"
-    timeout = 60 * cfg.timeout_minutes  # the other ranks wait for this rank as long
+    timeout = 60 * cfg.timeout_minutes  # as long as other ranks wait for this one
     return plan, read_ahead(chunks, spans, cfg.workers, pin_memory, timeout)
 
 
 def eval_batches(dataset, indices, limit, chunk_size):
-    """Yield this rank's (number, batch) of `order.some_of` the samples; ranks take turns.
+    """Yield (number, batch) for at most `limit` (0: all) of the samples; ranks take turns.
 
-    Collective: before every batch, all ranks check for signals.
+    Each rank gets its own batches. Collective: all ranks check for signals before every batch.
     """
     chunks = ChunkDataset(dataset, order.some_of(indices, limit))
     count = len(chunks.indices)
@@ -152,6 +152,6 @@ def eval_batches(dataset, indices, limit, chunk_size):
 
 
 def to_device(batch, device):
-    """Move tensors and numpy arrays in `batch` to `device`; other values stay unchanged."""
+    """Move the tensors and numpy arrays in `batch` to `device`; other values stay unchanged."""
     kinds = (np.ndarray, torch.Tensor)
     return tree_map_only(kinds, lambda x: torch.as_tensor(x).to(device, non_blocking=True), batch)

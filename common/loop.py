@@ -1,6 +1,6 @@
-"""Helpers of the training loops: when to evaluate and save, log lines, checks for NaN, evaluation.
+"""Helpers for training loops: when to evaluate and save, log lines, checks for NaN, evaluation.
 
-Each script has its own loop, within the context `begin`, which returns a `Progress` that logs and
+Each script has its own loop, inside the context `begin`. It yields a `Progress`, which logs and
 saves.
 """
 
@@ -17,7 +17,7 @@ import torch
 from common import accumulate, amp, checkpoint, config, dist, loader, tracker
 from common.config import UserError
 
-MAX_TRIES = 64  # of a step that overflows fp16; nearly every try halves the loss scale
+MAX_TRIES = 64  # tries of a step that overflows fp16; nearly every try halves the loss scale
 
 # In the loop
 
@@ -25,11 +25,11 @@ MAX_TRIES = 64  # of a step that overflows fp16; nearly every try halves the los
 class Due:
     """Decides when to evaluate or save: every few steps or minutes, and at the last step.
 
-    Minutes are counted from the last time.
+    Minutes are counted from the last time it was due.
     """
 
     def __init__(self, interval, state):
-        """interval: "200" for steps, "10min" for minutes, "0" for only the last step."""
+        """interval: "200" for steps, "10min" for minutes, "0" for the last step only."""
         number, self.is_minutes, _ = str(interval).partition("min")
         self.every = int(number) or math.inf
         self.state = state
@@ -78,14 +78,14 @@ class Progress:
     def count_overflow(self, stepped):
         """Count an fp16 overflow, unless the optimizers stepped.
 
-        UserError on every rank if the step overflows even at the smallest loss scale.
+        If the step overflows even at the smallest loss scale, all ranks exit with a UserError.
         """
         if stepped:
             return
         step = self.state.step + 1
         self.overflows.append(step)
         if self.overflows.count(step) == MAX_TRIES:
-            self.run.drop_from(step - 1)  # its weights may be the cause, as in `check_finite`
+            self.run.drop_from(step - 1)  # see `check_finite`
             dist.fail(
                 f"{self.run.folder}: gradients overflow fp16 at any loss scale, most recently at "
                 f"steps {config.as_word(sorted(set(self.overflows)))}; use --precision bf16 or "
@@ -93,10 +93,10 @@ class Progress:
             )
 
     def add(self, losses, norm, batches, **others):
-        """Count a step.
+        """Add a step to the next log line.
 
-        losses: one per chunk of this rank, each summed over its samples. norm: gradient norm, the
-        same on all ranks. batches: the chunks of this rank, which list unusable samples. others:
+        losses: one for each of this rank's chunks, summed over its samples. norm: gradient norm,
+        the same on all ranks. batches: this rank's chunks, which list unusable samples. others:
         more losses by name, summed over samples.
         """
         self.bar.update()
@@ -108,17 +108,17 @@ class Progress:
 
     @contextlib.contextmanager
     def paused(self):
-        """Context of an evaluation or a save, which leaves its time out of samples_per_s."""
+        """Context around an evaluation or a save, whose time does not count in samples_per_s."""
         before = time.monotonic()
         yield
         self.paused_s = time.monotonic() - before  # only the newest pause
         self.started += self.paused_s
 
     def check_finite(self, values):
-        """UserError on every rank unless the `values` of the newest steps are finite.
+        """End all ranks with a UserError unless the `values` of the newest steps are finite.
 
-        The weights after step N - 1 gave the loss of step N, so the checkpoints of step N - 1 and
-        later are dropped.
+        The loss of step N comes from the weights after step N - 1, so checkpoints from step N - 1
+        on are dropped.
         """
         for number, value in enumerate(values, self.state.step - len(values) + 1):
             if not math.isfinite(value):
@@ -132,8 +132,8 @@ class Progress:
     def log_line(self):
         """Log the steps since the last line. Collective.
 
-        This synchronizes with the device and the other ranks. UserError if a loss or gradient is
-        not finite.
+        It synchronizes with the device and the other ranks. UserError if a loss or gradient is not
+        finite.
         """
         losses = dist.all_sum(torch.stack(self.losses).tolist())
         norms = torch.stack(self.norms).tolist()
@@ -189,21 +189,21 @@ class Progress:
             self.log.send()
 
     def finish(self, metrics, samples=None):
-        """Log the `metrics` of the test, and write model.pt and run.results. Collective."""
+        """Log the test `metrics`; write model.pt and the results of the run. Collective."""
         run = self.run
         state = self.state
         results = {f"test_{name}": value for name, value in metrics.items()}
         self.log.log(state.step, samples, **results)
         self.log.write_page()
         run.results = {"step": state.step, "best_val_loss": run.best_val_loss, **results}
-        self.save()  # usually saved already, but not if --load named a finished run
+        self.save()  # usually done already, but not if --load named a finished run
 
         def write():
             run.write_model(state, "model.pt", **run.results)
             run.write_record()
 
-        dist.on_main(write)  # all ranks wait: the next stage reads model.pt
-        dist.stop_together()  # a signal also keeps the next stage from starting
+        dist.on_main(write)  # all ranks wait, because the next stage reads model.pt
+        dist.stop_together()  # after a signal, the next stage must not start
 
 
 # Around the loop
@@ -211,18 +211,18 @@ class Progress:
 
 @contextlib.contextmanager
 def begin(run, state, about, device):
-    """Context of the training loop, which returns its Progress. Collective.
+    """Context around the training loop, which yields its Progress. Collective.
 
-    It opens the logger, writes config.json, and prints a description of the run and, at the end,
-    the results, which `progress.finish` sets. After a signal to any rank it saves and exits. about:
-    description of the data, for the console.
+    It opens the logger, writes config.json, and prints a description of the run. At the end it
+    prints the results, which `progress.finish` sets. After a signal to any rank it saves and exits.
+    about: description of the data, for the console.
     """
     cfg = state.cfg
-    # If an evaluation is due now, the loop starts with it. Its line may already be logged by an
-    # earlier start, and is then dropped.
+    # If an evaluation is due now, the loop starts with it. An earlier start may have logged it
+    # already; the tracker then drops the old line.
     repeats_evaluation = Due(cfg.eval_every, state)()
     log = tracker.Tracker(run, state, repeats_evaluation)
-    if dist.is_main():  # after the tracker: if that refuses the logger, config.json stays unchanged
+    if dist.is_main():  # after the tracker, so that a refused logger leaves config.json as is
         settings = config.as_json(cfg) | {"versions": state.versions}
         path = run.folder / "config.json"
         checkpoint.write_json(settings, path)
@@ -239,14 +239,14 @@ def begin(run, state, about, device):
         try:
             yield progress
         except dist.Stopped as stop:
-            progress.save()  # all ranks wait for it, because torchrun kills all once one exits
+            progress.save()  # all ranks wait, because torchrun kills all once one exits
             name = signal.Signals(stop.code - 128).name
             log.print(
                 f"stopped by {name} at step {state.step}, saved; the same command resumes"
             )
             raise
         except torch.OutOfMemoryError:
-            log.print("out of memory: lower --chunk_size, or give --checkpointing")
+            log.print("out of memory: lower --chunk_size, or give --checkpointing if available")
             raise
         finally:
             progress.bar.close()
@@ -254,7 +254,7 @@ def begin(run, state, about, device):
 
 
 def announce(run, cfg, savers=None):
-    """Print the results of a finished run, and send the copies that are missing.
+    """Print the results of a finished run, and send the copies for --save that are missing.
 
     savers: the run's savers, which know what they have sent; None: send everything again.
     """
@@ -276,8 +276,8 @@ def announce(run, cfg, savers=None):
 def mean_loss(model, loss_of, dataset, indices):
     """Mean of `loss_of(batch)` over `indices`, or over eval_samples of them. Collective.
 
-    The settings are those of model.cfg. The noise is the same every time. `model` is in eval mode
-    meanwhile.
+    eval_samples, chunk_size, precision and seed come from model.cfg. The noise is the same every
+    time. During the call, `model` is in eval mode.
     """
     cfg = model.cfg
     device = next(model.parameters()).device
@@ -297,7 +297,7 @@ def mean_loss(model, loss_of, dataset, indices):
 
 
 def means(found):
-    """{metric: mean over all ranks} of {metric: values on this rank}. Collective."""
+    """Average {metric: values on this rank} to {metric: mean over all ranks}. Collective."""
     sums = collections.defaultdict(float)
     counts = collections.defaultdict(int)
     for values_of_rank in dist.all_gather(found):  # a rank may lack some metrics
@@ -308,11 +308,11 @@ def means(found):
 
 
 def evaluation_settings(cfg, args, max_chunk):
-    """The settings `cfg` of a training, with those of the evaluation command `args`.
+    """The settings `cfg` of a training run, changed to those of the evaluation command `args`.
 
-    max_chunk: the chunk size if the training has not chosen one.
+    max_chunk: the chunk size if the training run has not chosen one.
     """
-    if not args.data and cfg.data == type(cfg).data:  # an imported model; a run's data are a path
+    if not args.data and cfg.data == type(cfg).data:  # an imported model; a run names its data
         raise UserError(
             f"{config.as_word(args.run_dir)}: its training data are unknown; give --data"
         )

@@ -8,16 +8,16 @@ import torch.distributed as td
 from common import dist
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic iteration (Jordan 2024)
-MOMENTUM = 0.95  # also Jordan's
+MOMENTUM = 0.95  # also from Jordan 2024
 
 
 class Muon(torch.optim.Optimizer):
     """Orthogonalized momentum (Jordan 2024).
 
-    torch.optim.Muon always computes in bf16, which is slow on a CPU without bf16 units, and takes
-    no convolution kernels. Here kernels (out, in, *k) are matrices (out, in·k), and each rank
-    orthogonalizes a share of the matrices. Updates are scaled to the size of AdamW's, 0.2·lr per
-    entry (Liu et al. 2025, §2.2), so that learning rates of AdamW fit.
+    torch.optim.Muon always computes in bf16, which is slow on a CPU without bf16 units, and does
+    not take convolution kernels. Here kernels (out, in, *k) are matrices (out, in·k), and each rank
+    orthogonalizes a share of the matrices. Updates have the size of AdamW's, 0.2·lr per entry (Liu
+    et al. 2025, §2.2), so AdamW's learning rates can be reused.
     """
 
     def __init__(self, matrices, lr, weight_decay):
@@ -41,8 +41,8 @@ class Muon(torch.optim.Optimizer):
             # Update all tensors in one call: small models are launch-bound on a GPU.
             torch._foreach_lerp_(buffers, gradients, 1 - MOMENTUM)
 
-            # All updates are views of one tensor, so that one collective suffices: one per update
-            # would cost a small model more time than sharing the work saves.
+            # All updates are views of one tensor, so that one collective suffices. For a small
+            # model, one collective per update would cost more time than sharing the work saves.
             sizes = [p.numel() for p in parameters]
             flat = group["params"][0].new_zeros(sum(sizes))
             updates = []
@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
             for results, *momentum in by_shape(updates[share], gradients[share], buffers[share]):
                 nesterov = torch._foreach_lerp(*momentum, MOMENTUM)
                 stack = torch.stack([matrix.flatten(1) for matrix in nesterov])
-                stack = orthogonalize(stack).contiguous()  # so that copying is one launch
+                stack = orthogonalize(stack).contiguous()  # so that the copy is one launch
                 results = [result.flatten(1) for result in results]
                 torch._foreach_copy_(results, stack.unbind())
             if world_size > 1:
@@ -68,15 +68,15 @@ class Muon(torch.optim.Optimizer):
 
 
 def matrix_shape(kernel):
-    """(out, in·k) of a kernel (out, in, *k)."""
+    """The shape (out, in·k) of a kernel (out, in, *k) as a matrix."""
     rows = len(kernel)
     return rows, kernel.numel() // rows
 
 
 def by_shape(*lists):
-    """Split equally long lists of tensors at the same places, into runs of one matrix shape.
+    """Split equally long lists of tensors into groups of neighbors with the same matrix shape.
 
-    Yields lists as long as a run. The tensors of the first list decide.
+    For each group, yields its part of every list. The shapes in the first list decide.
     """
 
     def shape_of_first(row):
@@ -89,7 +89,7 @@ def by_shape(*lists):
 
 
 def orthogonalize(stack):
-    """Matrices (N, rows, columns) close to U·V^T of their SVD: all singular values are about 1.
+    """Map matrices (N, rows, columns) to about U·V^T of their SVD: all singular values near 1.
 
     Newton-Schulz iteration (Jordan 2024), in fp32 on CPUs and, as published, in bf16 on GPUs.
     """

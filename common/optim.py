@@ -6,16 +6,16 @@ from torch import nn
 from common.config import UserError
 
 MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d)  # layers whose weights are (out, in, *kernel)
-# Options of parameter groups for which a resumed run takes the new value, not the checkpoint's.
+# Options of parameter groups for which a resumed run uses its own value, not the checkpoint's.
 GIVEN = {"lr", "weight_decay", "betas", "eps", "momentum"}
 
 
 def groups(model):
-    """Trainable parameters of `model`, in order: (matrices, others with decay, without decay).
+    """Split the trainable parameters of `model`: (matrices, others with decay, without decay).
 
-    Weights of the layers in MATRICES are matrices; other layers may list the names of theirs in an
-    attribute `matrices`. Matrices and other parameters of two or more dimensions are decayed.
-    Norms, biases and tables (nn.Embedding) are not; learned tokens are tables.
+    The weights of layers in MATRICES are matrices. Other layers name their matrices in an attribute
+    `matrices`. Weight decay applies to matrices and to other parameters with two or more
+    dimensions, but not to norms, biases and tables (nn.Embedding); learned tokens are tables.
     """
     matrices = []
     decayed = []
@@ -60,13 +60,13 @@ def make(
         {"params": decayed, "weight_decay": weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
     ]
-    if decayed or undecayed:  # groups may be empty, but not an optimizer
+    if decayed or undecayed:  # a group may be empty, an optimizer may not
         optimizers.append(torch.optim.AdamW(adam, lr=lr, betas=betas, eps=eps, fused=True))
     return optimizers
 
 
 def state(optimizers):
-    """The optimizers' state for a checkpoint: {"class": name, **state_dict} for each."""
+    """The optimizers' state for a checkpoint: a list of {"class": name, **state_dict}."""
     return [
         {"class": type(optimizer).__name__, **optimizer.state_dict()} for optimizer in optimizers
     ]
@@ -75,7 +75,7 @@ def state(optimizers):
 def load(optimizers, states, path):
     """Restore the `state` of optimizers, read from the file `path`.
 
-    Learning rates, weight decay, betas and momentum keep their present values. UserError if the
+    Learning rate, weight decay, betas, eps and momentum keep their current values. UserError if the
     states belong to other classes of optimizers, or to other parameter groups.
     """
 
@@ -86,16 +86,16 @@ def load(optimizers, states, path):
     present = list(map(kind, state(optimizers)))
     if saved != present:
         raise UserError(
-            f"{path}: its optimizers are {saved}, these are {present}; start from its weights with "
-            "--init_from and a new --run_dir"
+            f"{path}: its optimizers are {saved}, those of this run {present}; start from its "
+            "weights with --init_from and a new --run_dir"
         )
     for optimizer, saved_state in zip(optimizers, states):
-        # Present values win, so write them into the loaded groups. Other entries of the groups come
-        # from the file.
+        # Current values win, so write them into the loaded groups. Other entries come from the
+        # file.
         for saved_group, group in zip(saved_state["param_groups"], optimizer.param_groups):
             saved_group.update({name: group[name] for name in GIVEN & group.keys()})
         optimizer.load_state_dict(saved_state)
         for values in optimizer.state.values():
             for name, value in values.items():
-                if torch.is_tensor(value):  # it may be in a memory-mapped file
+                if torch.is_tensor(value):  # may still be in a memory-mapped file
                     values[name] = value.clone()

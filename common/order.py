@@ -1,6 +1,6 @@
 """The order of samples: splits, and the permutation of each epoch.
 
-All are pure functions of numbers and a seed, so there is no state to save.
+Everything is a pure function of numbers and a seed, so there is no state to save.
 """
 
 import hashlib
@@ -21,16 +21,16 @@ def hash_of(content):
 
 
 def random_bits(numbers, *key):
-    """Hashes (uint64) of the integers `numbers` (n,), which depend on the key.
+    """Hash each of the integers `numbers` (n,), together with the key, to random bits (uint64).
 
-    They are from splitmix64 (Steele, Lea & Flood 2014, Figure 16), started at a hash of the key.
+    The hash is splitmix64 (Steele, Lea & Flood 2014, Figure 16), started at a hash of the key.
     """
     start = np.full(1, hash_of(repr(key).encode()), np.uint64)
     return splitmix64(start, np.asarray(numbers, np.uint64))
 
 
 def splitmix64(start, numbers):
-    """Output (uint64) of splitmix64, `numbers` steps (uint64 or 1) after the state `start`."""
+    """The output (uint64) of splitmix64, `numbers` (uint64 or 1) steps after the state `start`."""
     x = start + numbers * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -40,7 +40,7 @@ def splitmix64(start, numbers):
 def uniform(bits, count, otherwise):
     """Random numbers (count, n) in [0, 1) from random bits (count,).
 
-    If `bits` is None, each row is `otherwise`, n numbers.
+    If `bits` is None, every row is `otherwise` (n numbers).
     """
     if bits is None:
         return np.tile(otherwise, (count, 1))
@@ -51,9 +51,9 @@ def uniform(bits, count, otherwise):
 def permute(index, n, *key):
     """Entries at `index` (int array) of a pseudo-random permutation of range(n) -> int64 array.
 
-    Numbers are pairs (left, right) in range(a) × range(b) with a·b >= n. Three Feistel rounds, with
-    modular addition instead of exclusive-or, permute the pairs (Black & Rogaway 2002, §5). Results
-    that are not below n are permuted again ("cycle walking", §4). It needs O(1) memory.
+    Each number is a pair (left, right) in range(a) × range(b) with a·b >= n. Three Feistel rounds,
+    with modular addition instead of exclusive-or, permute the pairs (Black & Rogaway 2002, §5).
+    Results of n or more are permuted again ("cycle walking", §4). Memory does not depend on n.
     """
     a = math.isqrt(n - 1) + 1
     b = math.ceil(n / a)
@@ -78,7 +78,7 @@ def evenly_spaced(count, limit):
 def shuffle(positions, n, seed):
     """Indices below n for `positions` (int array) of an endless training run.
 
-    Every n positions are an epoch, and each epoch has its own order.
+    Every n positions form an epoch, and each epoch has its own order.
     """
     epochs = positions // n
     indices = np.empty_like(positions)
@@ -91,8 +91,8 @@ def shuffle(positions, n, seed):
 def stratified(n, count, total, *key):
     """Ascending random numbers below n: one in each interval of total / count numbers.
 
-    For example n = 10, count = 1, total = 5: one of 0 to 4, and one of 5 to 9. A larger n only
-    appends more numbers.
+    For n = 10, count = 1, total = 5, these are one of 0 to 4 and one of 5 to 9. With a larger n,
+    more numbers follow, and the first ones stay the same.
     """
     if not count:
         return np.zeros(0, np.int64)
@@ -105,14 +105,14 @@ def stratified(n, count, total, *key):
 
 
 class Complement:
-    """The numbers below n without `excluded` (ascending); maps an int array to an int64 array.
+    """The numbers below n that are not in `excluded` (ascending). Index it with an int array.
 
     It stores only the excluded numbers, so that billions of training rows need no memory.
     """
 
     def __init__(self, n, excluded):
         self.size = n - len(excluded)
-        self.kept_before = excluded - np.arange(len(excluded))  # kept numbers before each excluded
+        self.kept_before = excluded - np.arange(len(excluded))  # number kept before each
 
     def __len__(self):
         return self.size
@@ -128,9 +128,9 @@ def split_indices(
     test,
     seed=0,
 ):
-    """The rows of a split ("train", "validation" or "test") of n numbered rows.
+    """The rows in a split ("train", "validation" or "test") of n numbered rows.
 
-    validation, test: fractions, which are exact up to two rows. Rows keep their split when more
+    validation, test: fractions, accurate to two rows. Rows keep their split when more
     rows are appended. The training split is a Complement, the others are int64 arrays.
     """
     validation = round(validation * UNIT)
@@ -144,21 +144,22 @@ def split_indices(
     return np.delete(held_out, chosen)
 
 
-SPLITS = ("validation", "test", "train")  # in the order of the fractions of hashes
+SPLITS = ("validation", "test", "train")  # from the smallest hashes to the largest
 
 
 def hash_keys(keys, seed):
     """A hash in [0, 1] (float64) of each sample's key: a file name or a speaker."""
-    # A file name may not be valid UTF-8.
+    # File names need not be valid UTF-8.
     texts = (f"{seed} {key}".encode(errors="surrogateescape") for key in keys)
     return np.fromiter(map(hash_of, texts), np.uint64) / 2.0**64
 
 
 def split_hashes(hashes, split, validation, test):
-    """The samples of a split ("train", "validation" or "test"), by the hashes (n,) of their keys.
+    """The samples in a split ("train", "validation" or "test"), by the hashes (n,) of their keys.
 
-    validation, test: approximate fractions. If no key would be held out, that with the smallest
-    hash is. The training split is a Complement, the others are ascending int64 arrays.
+    validation, test: approximate fractions. If one of these splits would be empty, it gets the
+    training key with the smallest hash. The training split is a Complement, the others are
+    ascending int64 arrays.
     """
     splits = (hashes >= validation).astype(np.int8) + (hashes >= validation + test)
     for number, share in enumerate((validation, test)):
@@ -178,7 +179,7 @@ def split_keys(
     test,
     seed=0,
 ):
-    """`split_hashes` for keys instead of hashes. All splits are arrays."""
+    """`split_hashes`, given keys instead of hashes. All splits are arrays."""
     indices = split_hashes(hash_keys(keys, seed), split, validation, test)
     return indices[np.arange(len(indices))]
 
@@ -187,9 +188,10 @@ def split_keys(
 
 
 def splits(dataset, cfg, val_dataset=None):
-    """{"train", "validation", "test": (dataset, indices)}.
+    """{split: (dataset, indices)} for "train", "validation" and "test".
 
-    If there is a `val_dataset`, all of it is the validation split.
+    If there is a `val_dataset`, all of it is the validation split. UserError if a split is too
+    small.
     """
     validation = 0.0 if val_dataset else cfg.validation
     found = {}
@@ -220,5 +222,5 @@ def training_spans(plan, batch_size, step):
 
 
 def some_of(indices, limit):
-    """At most `limit` (0: all) of the indices of a split, evenly spaced over all sources."""
+    """At most `limit` (0: all) of the indices of a split, evenly spaced."""
     return indices[evenly_spaced(len(indices), limit or len(indices))]

@@ -1,7 +1,7 @@
-"""Resuming a run: the run folder, the contents of a checkpoint, finding a checkpoint to resume.
+"""Resume a run: the run folder, the contents of a checkpoint, the checkpoint to resume from.
 
     RUN/checkpoints/step_N.pt    written first, atomically
-    RUN/auto_resume.json         written next; names the newest, so the run is always complete
+    RUN/auto_resume.json         written next; lists the checkpoints, so a run can always resume
 
 Before its loop, a script calls `open_run` (lock the folder, find the checkpoint, choose the chunk
 size), `identify` (is it the same run?), makes its State, and calls `restore` (weights and state).
@@ -24,13 +24,13 @@ from common import accumulate, adapters, checkpoint, config, dist, optim
 from common.config import UserError
 from common.ema import EMA
 
-KEEP = 3  # number of checkpoints to keep; --save can copy others elsewhere
+KEEP = 3  # number of checkpoints to keep; --save can copy older ones elsewhere
 
 # State
 
 
 def versions(script):
-    """The version of torch, and a hash of the code of `script` and common/."""
+    """{"torch": its version, "code": a hash of the source of `script` and common/}."""
     digest = hashlib.sha256()
     for path in [Path(script), *sorted(Path(__file__).parent.rglob("*.py"))]:
         digest.update(path.read_bytes())
@@ -52,7 +52,7 @@ class State:
     step: int = 0
 
     def __post_init__(self):
-        self.versions = versions(inspect.getfile(type(self.cfg)))  # the script has the Config
+        self.versions = versions(inspect.getfile(type(self.cfg)))  # the script that defines it
 
     def contents(self):
         """The contents of a checkpoint. Tensors are not copied."""
@@ -72,14 +72,14 @@ class State:
         }
 
     def load(self, contents, path):
-        """Load the contents of the checkpoint `path`; notes list what has changed since."""
+        """Load the contents of the checkpoint `path`; notes list changed settings and versions."""
         training = contents["training"]
         checkpoint.load_weights(self.model, contents["model"], path)
         for name, module in self.others.items():
             checkpoint.load_weights(module, training["others"][name], path)
         self.ema.load_state_dict(contents["ema"])
         optim.load(self.optimizers, training["optimizers"], path)
-        if training["scaler"]:  # {} without fp16; a disabled scaler ignores it
+        if training["scaler"]:  # {} if saved without fp16; if fp16 is off now, this is a no-op
             self.scaler.load_state_dict(training["scaler"])
         self.step = contents["step"]
         config.note(f"resuming {path} at step {self.step} of {self.cfg.steps}")
@@ -96,7 +96,7 @@ class State:
 
 
 class RunFolder:
-    """A run folder, which only rank 0 writes. It is locked, and can be resumed at any time.
+    """A run folder. Only rank 0 locks it and writes to it. The run can be resumed at any time.
 
     Other ranks only have folder, resume_from, source, results and val_settings.
     """
@@ -108,8 +108,8 @@ class RunFolder:
         self.source = ""  # file with the model: resume_from, or else --init_from
         self.results = None  # {name: value} of the test, once the run is finished
         self.val_settings = {}  # {name: plain value} that the validation loss depends on
-        # On rank 0. These and `results` are in auto_resume.json; everything else that resuming
-        # needs is in the files that it names.
+        # On rank 0. These and `results` are in auto_resume.json. The files that it lists contain
+        # everything else that is needed to resume.
         self.checkpoints = []  # [{"file", "step", "sha256"}], newest first
         self.loggers = {}  # {kind of logger: its identity, see tracker.Logger.open}
         # On rank 0, not in auto_resume.json.
@@ -136,7 +136,7 @@ class RunFolder:
         path = self.folder / "auto_resume.json"
         if path.exists() or any(self.folder.glob("checkpoints/step_*.pt")):
             with config.explained(
-                f"{path}: damaged, missing, or of an earlier version; resume one of "
+                f"{path}: damaged, missing, or from an earlier version; resume one of "
                 f"{self.folder}/checkpoints with --load FILE and a new --run_dir"
             ):
                 record = json.loads(path.read_text())
@@ -144,10 +144,10 @@ class RunFolder:
                     {name: entry[name] for name in ("file", "step", "sha256")}
                     for entry in record["checkpoints"]
                 ]
-                if self.checkpoints:  # otherwise it is a new run
+                if self.checkpoints:  # otherwise this is a new run
                     self.loggers = record["loggers"]
                     self.results = record["results"]
-                    if self.results:  # without its step it is damaged
+                    if self.results:  # a missing step means that the file is damaged
                         self.results = {**self.results, "step": 0 + self.results["step"]}
         # Write it now: a checkpoint without a record would look like a damaged run.
         self.write_record()
@@ -164,11 +164,11 @@ class RunFolder:
     def newest_intact(self):
         """The path of the newest intact checkpoint, or None.
 
-        Damaged ones are dropped from the record, with a note. Their steps are repeated.
+        Damaged checkpoints are dropped from the record, with a note. Their steps are repeated.
         """
         while self.checkpoints:
             path = self.folder / self.checkpoints[0]["file"]
-            # If it exists but cannot be read now, as on a network disk, an OSError ends the run.
+            # If the file exists but cannot be read, as on a network disk, an OSError ends the run.
             with contextlib.suppress(FileNotFoundError):
                 if checkpoint.checksum(path) == self.checkpoints[0]["sha256"]:
                     return path
@@ -177,7 +177,7 @@ class RunFolder:
         return None
 
     def read_best(self):
-        """Set best and best_val_loss from best.pt, if its validation was the same."""
+        """Set best and best_val_loss from best.pt, if its validation loss is comparable."""
         path = self.folder / "best.pt"
         if not self.checkpoints or not path.is_file():
             return
@@ -186,7 +186,7 @@ class RunFolder:
         except UserError:
             config.note(f"{path}: damaged, so it will be replaced")
             return
-        if contents["step"] > self.checkpoints[0]["step"]:  # these steps are repeated
+        if contents["step"] > self.checkpoints[0]["step"]:  # its step is repeated
             return
         if contents["val_settings"] != self.val_settings:
             config.note(
@@ -198,14 +198,14 @@ class RunFolder:
         self.best_val_loss = contents["val_loss"]
 
     def save(self, state):
-        """Save a checkpoint, unless the step already has one, and delete all but KEEP of them.
+        """Save a checkpoint, unless the step already has one; keep only the KEEP newest.
 
         Collective. UserError if the weights are not finite.
         """
         dist.on_main(lambda: self.commit(state))
 
     def commit(self, state):
-        """`save`, on rank 0."""
+        """The work of `save`, on rank 0."""
         newest = self.checkpoints[0]["step"] if self.checkpoints else None
         if newest == state.step:
             return
@@ -252,12 +252,12 @@ class RunFolder:
         dist.on_main(write)
 
     def write_model(self, state, file, **entries):
-        """Write the model of `state`, with averaged weights, and more `entries`."""
+        """Write the averaged weights of `state`, and more `entries`, to `file`."""
         contents = checkpoint.model_contents(state.contents())
         checkpoint.save(contents | entries, self.folder / file)
 
     def drop_from(self, step):
-        """Remove the checkpoints of `step` and later from the record: no run resumes from them."""
+        """Remove checkpoints from `step` on from the record, so that no run resumes from them."""
         if dist.is_main():
             self.checkpoints = [entry for entry in self.checkpoints if entry["step"] < step]
             self.write_record()
@@ -267,11 +267,12 @@ class RunFolder:
 
 
 def open_run(cfg, folder, max_chunk):
-    """(the locked RunFolder `folder`, `cfg` with unset fields resolved). Collective.
+    """Lock the run folder and resolve unset settings; returns (RunFolder, cfg). Collective.
 
     The run resumes from the newest intact checkpoint, or else from --load. run.results is set if
-    the run has finished cfg.steps. Resolved fields are init_from (a local file), the settings of
-    its model, and chunk_size (at most `max_chunk`). UserError if all checkpoints are damaged.
+    the run has finished cfg.steps. init_from becomes a local file, and the model settings are taken
+    from it. chunk_size is chosen, at most `max_chunk`, if it is not given. UserError if all
+    checkpoints are damaged.
     """
     run = RunFolder(folder)
 
@@ -303,8 +304,8 @@ def find_checkpoint(run, cfg):
 
 
 def resolve_settings(run, cfg, max_chunk):
-    """`cfg` with unset fields resolved, see `open_run`."""
-    # A resumed run needs no --init_from, except that adapters need their base at every start.
+    """`cfg` with unset fields resolved; see `open_run`."""
+    # A resumed run does not need --init_from, unless it trains adapters: these need their base.
     if cfg.init_from and (not run.resume_from or cfg.lora_rank):
         cfg = config.replace(cfg, init_from=local_file(cfg.init_from, run))
     source = run.resume_from or cfg.init_from
@@ -316,7 +317,7 @@ def resolve_settings(run, cfg, max_chunk):
 
 
 def local_file(address, run):
-    """The local path of the file that --load or --init_from names; it may be downloaded."""
+    """The local path of the file that --load or --init_from names, downloaded if needed."""
     if ":" not in address or Path(address).is_file():
         return address
     from common.interop import store
@@ -325,10 +326,10 @@ def local_file(address, run):
 
 
 def with_model(cfg, settings, path):
-    """`cfg` with its model settings taken from `settings`, those of the model file `path`.
+    """`cfg` with model settings taken from `settings`, the config in the model file `path`.
 
-    UserError if the user gave another value, by a flag or --config. In a config made in Python, any
-    value but the default counts as given.
+    UserError if the user gave another value, by a flag or --config. In a config made in Python, a
+    value counts as given if it is not the default.
     """
     present = config.settings_with(cfg, "model")
     saved = {name: value for name, value in settings.items() if name in present}
@@ -346,15 +347,15 @@ def with_model(cfg, settings, path):
 
 
 def choose_chunk_size(cfg, earlier, most):
-    """Chunk (micro-batch) size: the flag, else the resumed run's `earlier` value.
+    """The chunk (micro-batch) size: the flag, else the resumed run's `earlier` value.
 
-    Without either, or with more ranks than chunks, it is chosen to give all ranks equal work, at
-    most `most`. For example, a run with batches of 256 samples that starts on two ranks has chunks
-    of 128. Resumed on one rank it keeps them; on four ranks it takes 64. As each chunk has its own
-    seed, other chunks have other noise.
+    Without either, or with more ranks than chunks, a size of at most `most` is chosen that gives
+    all ranks equal work. For example, a run with batches of 256 samples that starts on two ranks
+    has chunks of 128. Resumed on one rank, it keeps 128; on four ranks, it takes 64. Each chunk has
+    its own seed, so another chunk size means different noise.
     """
     size = cfg.chunk_size or earlier
-    before = earlier or size  # 0 for a new run without the flag, which needs no note
+    before = earlier or size  # 0: a new run without the flag needs no note
     if not size or math.ceil(cfg.batch_size / size) < dist.world_size():
         size = accumulate.chunk_size_for(cfg.batch_size, dist.world_size(), size or most)
     if before not in (0, size):
@@ -365,20 +366,20 @@ def choose_chunk_size(cfg, earlier, most):
 def identify(run, cfg, splits, **others):
     """The identity of the run: {name: plain value} that a resumed run must keep.
 
-    splits: from `order.splits`. others: more values, such as checksums of other models. If the
+    splits: from `order.splits`. others: more values, such as checksums of other models. If
     validation has changed, best.pt will be replaced. Collective. UserError if the training data
     cannot be used, or if the checkpoint has another identity.
     """
     dataset, _ = splits["train"]
     identity = config.settings_with(cfg, "fixed") | others
-    identity["own validation set"] = bool(cfg.val_data)  # the other splits depend on it
+    identity["own validation set"] = bool(cfg.val_data)  # the other splits depend on this
     fingerprint = dataset.fingerprint()
     for name, value in fingerprint.items():
         identity[f"data {name}"] = value
     val_settings = config.settings_with(cfg, "affects_val_loss")
     val_fingerprint = splits["validation"][0].fingerprint() if cfg.val_data else {}
     val_settings |= val_fingerprint
-    # Tuples become lists, as in files.
+    # Tuples become lists, as in a file.
     identity, run.val_settings = config.nan_to_none([identity, val_settings])
 
     def check():
@@ -407,8 +408,8 @@ def identify(run, cfg, splits, **others):
 def check_identity(path, identity):
     """UserError unless the checkpoint `path` has the same identity.
 
-    None means unknown. Names that only one of them has are ignored: a fork may have added or
-    removed settings.
+    A value of None is unknown, and matches any value. Names that only one of them has are ignored,
+    because a fork may have added or removed settings.
     """
     contents = checkpoint.load(path, mmap=True)
     if "training" not in contents:
@@ -424,15 +425,15 @@ def check_identity(path, identity):
     if changed:
         raise UserError(
             f"{path}: from a run with another model or other data: {'; '.join(changed)}. Give the "
-            "same settings (they are in RUN/config.json, which --config takes), or another "
-            f"--run_dir, which can start with these weights by --init_from {path}"
+            "same settings (--config RUN/config.json), or start a new --run_dir from these weights "
+            f"with --init_from {path}"
         )
 
 
 def restore(run, state):
     """Load the checkpoint, or the weights of --init_from, into `state`. Collective.
 
-    Every rank maps the file and copies the tensors, so no second model is in the host's memory.
+    Every rank memory-maps the file and copies its tensors, so the host holds no second model.
     """
     cfg = state.cfg
     if run.resume_from:
@@ -448,7 +449,7 @@ def restore(run, state):
 
     if cfg.init_from and not cfg.lora_rank:
         dist.on_all(start_from)
-    # As in DistributedDataParallel, all ranks start with rank 0's weights, on any machines.
+    # As in DistributedDataParallel, all ranks start with rank 0's weights.
     for module in (state.model, *state.others.values()):
         for tensor in module.state_dict().values():
             dist.broadcast_tensor(tensor)

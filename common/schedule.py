@@ -4,7 +4,7 @@ import math
 
 
 def learning_rate(step, lr, warmup_steps, steps, cosine):
-    """Learning rate after `step` completed steps.
+    """The learning rate after `step` completed steps.
 
     It rises linearly to `lr` during the warm-up. Then it is constant or, with `cosine`, falls along
     half a cosine to 0 at `steps` (SGDR, Loshchilov & Hutter 2017, Eq. 5). The cosine begins where
@@ -20,7 +20,7 @@ def learning_rate(step, lr, warmup_steps, steps, cosine):
 
 
 def of_config(step, cfg):
-    """`learning_rate` of a step, with the settings of a config."""
+    """`learning_rate` at a step, with the settings of a config."""
     return learning_rate(
         step,
         cfg.lr,

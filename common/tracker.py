@@ -1,4 +1,4 @@
-"""Metrics and samples go to metrics.jsonl, report.html, the console and a logger, from rank 0.
+"""Write metrics and samples to metrics.jsonl, report.html, the console and a logger, on rank 0.
 
 --logger console | tensorboard | "wandb project=shapes [entity=NAME] [name=NAME] [id=ID]"
 """
@@ -18,35 +18,35 @@ from common.config import UserError
 
 
 class Logger:
-    """Base of loggers, which get a run's metrics besides metrics.jsonl. "console" adds nothing.
+    """Base class of loggers, which get what metrics.jsonl gets. This one, "console", does nothing.
 
-    To add a logger, write a class with these methods, and add it to LOGGERS under the name for
-    --logger. The options in --logger are its arguments. If `log`, `file` or `finish` fails, the
-    error is printed, and training continues without the logger.
+    To add a logger, write a class with these methods, and add it to LOGGERS under its name in
+    --logger. The options in --logger are the arguments of the class. If `log`, `file` or `finish`
+    fails, the error is printed, and training continues without the logger.
     """
 
     def open(self, cfg, folder, known, step):
-        """Start logging at `step`; returns the identity {name: plain value} of the logger's run.
+        """Start logging at `step`; returns {name: plain value}, which identifies the logger's run.
 
-        folder: the run folder. known: the identity at an earlier start, or {}. Raises UserError.
+        folder: the run folder. known: the result of an earlier start, or {}. Raises UserError.
         """
         return {}
 
     def log(self, step, metrics, samples):
-        """metrics: {name: number}. samples: [(SECTION/NAME, PNG or WAV file, caption), ...]."""
+        """Log metrics {name: number}, and samples [(SECTION/NAME, PNG or WAV file, caption), …]."""
 
     def file(self, path):
-        """Store a file: config.json, at every start."""
+        """Store a file. At every start of a run, this is config.json."""
 
     def finish(self, error):
-        """error: the Exception, or SystemExit after a signal, that ended the run, or None."""
+        """End logging. error: the Exception, or SystemExit after a signal, or None."""
 
 
 LOGGERS = {"console": Logger}
 
 
 def make_logger(cfg):
-    """The logger that --logger describes; UserError."""
+    """The logger that --logger describes; UserError if it is malformed."""
     kinds = LOGGERS
     with contextlib.suppress(ImportError):  # a fork may lack common/interop
         from common.interop import loggers
@@ -56,7 +56,7 @@ def make_logger(cfg):
 
 
 def make_savers(cfg):
-    """The savers that --save names; UserError."""
+    """The savers that --save describes; UserError if it is malformed."""
     if not cfg.save:
         return []
     from common.interop import store
@@ -76,8 +76,8 @@ def check(cfg):
 class Tracker(contextlib.AbstractContextManager):
     """Writes metrics and samples to the run folder and the logger, and uploads checkpoints.
 
-    Only rank 0 does anything. On resume, lines of steps that will be repeated are dropped. Leaving
-    the context finishes the logger and waits for uploads.
+    Only rank 0 does this. On resume, lines of steps that will be repeated are dropped. Leaving the
+    context finishes the logger and waits for uploads.
     """
 
     def __init__(self, run, state, repeats_evaluation=True):
@@ -116,8 +116,8 @@ class Tracker(contextlib.AbstractContextManager):
     def log(self, step, samples=None, **metrics):
         """Append {"step": step, **metrics} to metrics.jsonl, with null for NaN and infinity.
 
-        samples: {PNG or WAV file in the run folder: caption}. For the logger, their names are the
-        same at every step, and the folder is their section.
+        samples: {PNG or WAV file in the run folder: caption}. In the logger, a sample has the same
+        name at every step, and its folder is the section.
         """
         if not self.enabled:
             return
@@ -147,7 +147,7 @@ class Tracker(contextlib.AbstractContextManager):
             )
 
     def write_page(self):
-        """Rewrite report.html. A fork without common/interop has none."""
+        """Rewrite report.html. Without common/interop, as in a fork, there is none."""
         try:
             from common.interop import report
         except ImportError:
@@ -159,13 +159,13 @@ class Tracker(contextlib.AbstractContextManager):
                 self.print(f"{error}; training continues")
 
     def print(self, text):
-        """Print a line above the progress bar, if there still is a terminal."""
+        """Print a line above the progress bar, unless the terminal is gone."""
         if self.enabled:
             with contextlib.suppress(OSError):
                 tqdm.write(text)
 
     def send(self):
-        """Start to upload whatever is new, in the background."""
+        """Start uploading new files in the background."""
         if self.savers and self.enabled:
             from common.interop import store
 
@@ -173,22 +173,22 @@ class Tracker(contextlib.AbstractContextManager):
 
     def __exit__(self, kind, error, trace):
         if self.enabled:
-            with dist.listening():  # torchrun sends SIGTERM when another rank has exited
+            with dist.listening():  # torchrun sends SIGTERM once another rank has exited
                 self.copier.shutdown()  # waits for uploads
                 self.call_logger("finish", error)
                 with contextlib.suppress(OSError):  # full disk, already reported
                     self.file.close()
                 number = dist.received
-            if number and not error:  # do not start the next stage
+            if number and not error:  # a signal: do not start the next stage
                 raise dist.Stopped(128 + number)
 
 
 def read_metrics(path):
-    """The lines {"step": …} of a metrics.jsonl, without damaged ones; [] if there is no file."""
+    """The intact lines {"step": …} of a metrics.jsonl; [] if there is no file."""
     lines = []
     damaged = []  # line numbers
     content = path.read_bytes() if path.exists() else b""
-    for number, line in enumerate(content.split(b"\n")[:-1], 1):  # a last, incomplete line is cut
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):  # drop an incomplete last line
         try:
             metrics = json.loads(line)
             # TypeError unless the step is a number.
@@ -196,7 +196,7 @@ def read_metrics(path):
         except (ValueError, TypeError, KeyError):
             damaged.append(number)
     if damaged:
-        config.note(f"{path}: {len(damaged)} damaged lines ignored, the first is {damaged[0]}")
+        config.note(f"{path}: {len(damaged)} damaged lines ignored, first: line {damaged[0]}")
     return lines
 
 
@@ -210,7 +210,7 @@ def progress(iterable=None, **settings):
 
 
 def print_results(headline, results):
-    """Print a headline, and `results` as a table, on rank 0 only."""
+    """Print a headline and a table of `results`, on rank 0 only."""
     if dist.is_main():
         with contextlib.suppress(OSError):  # the terminal is gone
             tqdm.write(f"\n{headline}\n")

@@ -165,7 +165,7 @@ def test_the_averages_of_a_base_are_what_adapters_are_added_to_at_that_scale(sca
 
 def test_mistakes_with_files_of_adapters_are_named(tmp_path, capsys):
     base, path, _ = save_adapters(tmp_path)
-    with pytest.raises(UserError, match=f"{path}: has LoRA adapters, not a model; give their base"):
+    with pytest.raises(UserError, match=f"{path}: has only LoRA adapters; give their base model"):
         adapters.start(Small(), adapting(path), "digest")
     whole = checkpoint.load(base)
     assert adapters.merged(whole, base) is whole
@@ -177,7 +177,7 @@ def test_mistakes_with_files_of_adapters_are_named(tmp_path, capsys):
     assert f"{path} was trained on {base}, which has changed since" in capsys.readouterr().err
     for other in (Small(64), nn.Linear(4, 3)):
         checkpoint.save({"model": other.state_dict()}, base)
-        with pytest.raises(UserError, match=f"{path}: adapters of another model than {base}"):
+        with pytest.raises(UserError, match=f"{path}: its adapters do not fit {base}"):
             adapters.merged(contents, path)
 
 

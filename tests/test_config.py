@@ -196,7 +196,7 @@ def test_a_config_made_in_python_is_checked_as_flags_are(settings, message):
     ("--config nowhere.json", "nowhere.json: expected a JSON object (FileNotFoundError"),
     ("sample --widths 1,x", "--widths: invalid tuple[int, ...] value: '1,x'"),
     ("sample --widths 3,0", "--widths 0: expected a number above 0"),
-    ("sample --share 1.5", "--share 1.5: expected a number within 0 and 1"),
+    ("sample --share 1.5", "--share 1.5: expected a number from 0 to 1"),
     ("sample --even 3", "--even 3: expected an even number"),
     ("--lr nan", "--lr nan: expected a finite number"),
     ("--lr inf", "--lr inf: expected a finite number"),
@@ -324,7 +324,7 @@ def test_a_setting_is_under_the_rules_that_its_field_says(rule, settings):
 
 def test_a_setting_that_does_nothing_in_a_case_is_refused():
     config.check_unused(Ruled(kept=5), "without a file", "plain", "width")
-    with pytest.raises(UserError, match=r"^--width: without a file it does nothing; leave it out$"):
+    with pytest.raises(UserError, match=r"^--width has no effect without a file; leave it out$"):
         config.check_unused(Ruled(width=5), "without a file", "plain", "width")
 
 

@@ -309,7 +309,7 @@ def test_the_best_device_is_taken_that_all_ranks_have(gpus, mps, best, out, monk
 
 @pytest.mark.parametrize("device, message", [
     ("cuda", "no GPU for rank 2 of this machine, which has 2; lower --nproc_per_node or"),
-    ("mps", "there is none on this machine; use --device cpu"),
+    ("mps", "this machine has none; use --device cpu"),
 ])
 def test_a_device_that_is_not_there_is_refused_with_a_way_out(device, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

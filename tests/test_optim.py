@@ -141,6 +141,6 @@ def test_the_state_of_another_class_or_of_other_groups_is_refused_by_name(kind, 
     _, saved = build("adamw")
     _, optimizers = build(kind)
     saved_kind = r"\('AdamW', \[\d+, \d+\]\)"
-    message = rf"x.pt: its optimizers are \[{saved_kind}\], these are \[{present}\]; start from its"
+    message = rf"x.pt: its optimizers are \[{saved_kind}\], those of this run \[{present}\]; start"
     with pytest.raises(UserError, match=message):
         optim.load(optimizers, optim.state(saved), "x.pt")

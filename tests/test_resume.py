@@ -283,7 +283,7 @@ def test_a_missing_or_damaged_record_is_named_with_the_way_out(content, tmp_path
     path.unlink()
     if content:
         path.write_bytes(content)
-    with pytest.raises(UserError, match=f"{path}: damaged, missing, or of an earlier version"):
+    with pytest.raises(UserError, match=f"{path}: damaged, missing, or from an earlier version"):
         opened(tmp_path)
 
 

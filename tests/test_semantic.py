@@ -97,7 +97,7 @@ def test_a_tokenizer_survives_being_saved_and_another_file_is_refused(tokenizer,
         found = saved(tmp_path, resume_from=resume_from)
         assert_array_equal(found.encode(wave), tokenizer.encode(wave))
     checkpoint.save({"model": {}}, tmp_path / "kmeans.pt")
-    with pytest.raises(UserError, match=r"kmeans\.pt: .*damaged, or of another program"):
+    with pytest.raises(UserError, match=r"kmeans\.pt: .*damaged, or from another program"):
         saved(tmp_path, resume_from="a checkpoint")
 
 

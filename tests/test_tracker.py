@@ -85,7 +85,7 @@ def test_on_resume_later_and_torn_lines_are_dropped_and_come_again_once(torn, tm
     path.write_bytes(expected + torn)
     log = tracker_of(tmp_path, 5)
     err = capsys.readouterr().err
-    assert err.count("metrics.jsonl: 3 damaged lines ignored, the first is 13") == (b"{}" in torn)
+    assert err.count("metrics.jsonl: 3 damaged lines ignored, first: line 13") == (b"{}" in torn)
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5]
     assert not any("val_loss" in line for line in lines(tmp_path)[-1:])
     log_from(log, 6)

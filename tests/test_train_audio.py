@@ -222,7 +222,7 @@ def test_a_text_longer_than_those_of_training_is_said_in_parts(whole, pipeline):
     assert "longer than all training texts, so it is spoken in 3 parts: a i u e o" in out
     out, _ = sampled(run_dir=whole, text=text[: 2 * longest - 1], seconds=0.1)
     assert "parts" not in out
-    assert "--seconds 0.1: reached, so the audio may end before its text" in out
+    assert "--seconds 0.1: reached, so the audio may end before the text does" in out
     assert "--text: no text in it" in run("sample", run_dir=whole, text=" ", expect=2)
     word = "x" * (longest + 1)
     out = run("sample", run_dir=whole, text=f"a {word}", expect=1)
@@ -376,10 +376,10 @@ mistake = functools.partial(helpers.mistake, "train_audio")
     "--stage fine --width 30": "--width 30: expected an even multiple of --heads 4",
     "--stage semantic --clusters 65537": "65537: expected a number from 1 to 65536",
     "sample --out a.mp3": "--out a.mp3: expected a name that ends in .wav",
-    "sample --text a --reconstruct a.wav": "--text: with --reconstruct it does nothing",
-    "sample --text a --num_quantizers 2": "--num_quantizers: without --reconstruct it does",
-    "sample --prompt_seconds 1": "--prompt_seconds: without --prompt",
-    "sample --prompt a.wav --guidance_scale 2": "--guidance_scale: without --text",
+    "sample --text a --reconstruct a.wav": "--text has no effect with --reconstruct",
+    "sample --text a --num_quantizers 2": "--num_quantizers has no effect without --reconstruct",
+    "sample --prompt_seconds 1": "--prompt_seconds has no effect without --prompt",
+    "sample --prompt a.wav --guidance_scale 2": "--guidance_scale has no effect without --text",
 }.items())
 def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
     assert message in mistake(*words.split(), status=2)

@@ -619,9 +619,9 @@ def test_resampling_fits_what_is_filled_in_and_noise_is_told_to_an_upsampler(tra
     assert difference(sample(**settings, resample=5), usual) == 0
     assert difference(sample(**settings, resample=1), usual) > 0
     refused = mistake("sample", run_dir=base, resample=2, status=2)
-    assert "--resample: without --mask it does nothing" in refused
+    assert "--resample has no effect without --mask" in refused
     refused = mistake("sample", run_dir=base, low_res_noise=0.3, device="cpu")
-    assert "--low_res_noise: without a stage that was trained with it it does nothing" in refused
+    assert "--low_res_noise has no effect without a stage that was trained with it" in refused
 
     words = dict(UPSAMPLE, data=world / "shapes", run_dir="noised", low_res_noise=0.5)
     run(**words)
@@ -652,19 +652,19 @@ mistake = functools.partial(helpers.mistake, "train_decoder")
 
 @pytest.mark.parametrize("words, message", {
     "--init_from a.pt": "these are for one stage",
-    "--stage base --width 30": "--width 30, --image_size, --random_crop: ",
-    "--stage base --image_size 18": "multiples of 4, as 3 levels",
+    "--stage base --width 30": "--width 30: expected a multiple of 4; --image_size",
+    "--stage base --image_size 18": "multiples of 4, for 3 levels",
     "--stage base --attention_levels 3": "expected at least one number, all below 3",
     "--stage base --learned_variance": "--timestep_density uniform",
     "--stage base --lora_rank 2": "adapters need a model: give --init_from",
-    "--stage upsample --random_crop 7": "multiples of 2, as 2 levels",
+    "--stage upsample --random_crop 7": "multiples of 2, for 2 levels",
     "--stage upsample --low_res_size 32": "--image_size 32: --low_res_size must be smaller",
-    "sample --text x --mask a.png": "--mask: without --image it does nothing",
-    "sample --prior a": "--prior: without a text",
-    "sample --negative_text a": "--negative_text: without a text",
+    "sample --text x --mask a.png": "--mask has no effect without --image",
+    "sample --prior a": "--prior has no effect without a text",
+    "sample --negative_text a": "--negative_text has no effect without a text",
     "sample --text x --out g.jpg": "--out g.jpg: expected a name that ends in .png",
-    "sample --text x --image a.png": "it needs a --mask",
-    "sample --text x --image a.png --mask b.png --to c.png": "and no --to",
+    "sample --text x --image a.png": "it needs --mask",
+    "sample --text x --image a.png --mask b.png --to c.png": "and takes no --to",
     "sample --text x --steps 25,1001": "--steps 1001: expected 1 to 1000",
     "--stage base --betas 0.9,1": "--betas 1.0: expected numbers from 0 to below 1",
 }.items())

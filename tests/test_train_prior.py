@@ -162,7 +162,7 @@ def test_raw_embeddings_get_mean_0_and_deviation_1_inside_and_texts_of_unit_leng
     words = ("sample", "--run_dir", "run", "--steps", 1, "--text_embeds")
     run(*words, "raw.npy")
     out = run(*words, "unit.npy", expect=1)
-    assert "unit.npy: its embeddings have length 1, those of the training have length 12" in out
+    assert "unit.npy: its embeddings have length 1, but those in training have length 12" in out
     assert "embed --raw" in out
 
 
@@ -436,13 +436,13 @@ def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb):
         ("--width 9", 2, "--width 9: expected an even multiple of --heads 3"),
         ("--eval_timesteps 1,2000", 2, "2000 sampling steps"),
         ("--guidance_scale 2 --text_drop 0", 2, "is trained with --text_drop 0"),
-        ("sample --text x --texts y", 2, "--texts: beside --text it does nothing"),
-        ("sample --texts x --text_embeds y", 2, "--text_embeds: beside --texts"),
-        ("sample --text_embeds y --clip z", 2, "--clip: without a text it does nothing"),
-        ("sample --best_of 3", 2, "--best_of: without a text"),
-        ("sample --text_embeds y --negative_text z", 2, "--negative_text: without a text"),
-        ("sample --run_dir used --text_embeds narrow/text_emb/text_emb_0.npy", 1, "8 wide"),
-        ("sample --run_dir used --text_embeds none.npy", 1, "0 rows 16 wide"),
+        ("sample --text x --texts y", 2, "--texts has no effect with --text"),
+        ("sample --texts x --text_embeds y", 2, "--text_embeds has no effect with --texts"),
+        ("sample --text_embeds y --clip z", 2, "--clip has no effect without a text"),
+        ("sample --best_of 3", 2, "--best_of has no effect without a text"),
+        ("sample --text_embeds y --negative_text z", 2, "--negative_text has no effect without"),
+        ("sample --run_dir used --text_embeds narrow/text_emb/text_emb_0.npy", 1, "of width 8"),
+        ("sample --run_dir used --text_embeds none.npy", 1, "0 rows of width 16"),
         ("sample --run_dir used --steps 1001", 1, "1001 sampling steps: expected 1 to"),
         ("sample --run_dir used --text x --steps 1000", 1, "name it with --clip"),
         ("evaluate --run_dir used --data narrow", 1, "[8, 0]; those of the model are [16, 0]"),
