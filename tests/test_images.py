@@ -428,7 +428,7 @@ def test_fewer_rows_of_embeddings_than_pictures_are_refused_before_training(tmp_
     write_pictures(tmp_path)
     table = np.load(tmp_path / "img_emb_003.npy")
     np.save(tmp_path / "img_emb_003.npy", table[:5])
-    with pytest.raises(UserError, match=r"000030005\.png: needs row 5 .* beside its tar, which has 5;"):
+    with pytest.raises(UserError, match=r"000030005\.png: .* row 5 \(from 0\) of the 5 embeddings"):
         images.Pictures(tmp_path, 8).check()
 
 

@@ -34,8 +34,8 @@ FILE_NAME = r"(?s)((?:.*/)?[^/.][^/]*?)(?:\.|\Z)([^/.]*)"
 FILE = [("extension", "S5"), ("offset", np.int64), ("size", np.int64)]
 ENTRY = np.dtype([("tar", np.int32), ("image", FILE), ("caption", FILE), ("embedding", FILE)])
 BUILTIN_ROWS = 25_000  # number of captioned shapes
-# int(MIDDLE * n) is the middle one of n possible positions of a square. If n is even, it is the first
-# of the two in the middle; 1/2 would give the second.
+# int(MIDDLE * n) is the middle one of n possible positions of a square. If n is even, it is the
+# first of the middle two; 1/2 would give the second.
 MIDDLE = 0.4999999
 # Used instead of random numbers (area, down, right, mirror): the largest central square.
 CENTRAL = (1, MIDDLE, MIDDLE, 1)
@@ -351,7 +351,7 @@ class Pictures(CaptionedImages):
                 table = [np.load(io.BytesIO(self.read(index, "embedding")))]
         if row >= len(table):  # other rows may then be wrong as well
             raise UserError(
-                f"{name}: needs row {row} of the embeddings beside its tar, which has {len(table)}; "
+                f"{name}: needs row {row} (from 0) of the {len(table)} embeddings beside its tar; "
                 "expected a row for each number, also for missing images"
             )
         with config.explained(f"{name}: no usable embedding", Unusable):
