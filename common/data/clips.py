@@ -10,8 +10,8 @@ from common import checkpoint, config, order
 from common.config import UserError, explained, need
 from common.models import clip
 
-MIN_COSINE = 0.3  # mean cosine of computed and stored embeddings; a wrong CLIP gives about 0
-ORDER_MARGIN = 0.02  # tolerance for cosines: near-duplicate samples have nearly equal ones
+MIN_COSINE = 0.3  # minimum mean cosine of computed and stored embeddings; 0 for a wrong CLIP
+ORDER_MARGIN = 0.02  # tolerance of cosines, as near-duplicates have nearly equal embeddings
 
 
 class OpenCLIP(clip.Encoder):
@@ -112,7 +112,7 @@ def load(spec, device, fingerprint=None, text_only=False):
 
 
 def clip_of(cfg, model_file=None):
-    """(name of the run's CLIP or None, its expected fingerprint or None).
+    """Return (name of the run's CLIP or None, its expected fingerprint or None).
 
     --clip names the CLIP. If it is "auto", the name comes from clip.json in --data or, without that
     file, from `model_file`. The fingerprint also comes from one of these two. If both have one, and
@@ -139,8 +139,8 @@ def check_source(cfg, dataset, path, clip_model=None):
     be the CLIP that made the embeddings, and they must be in the same order as their samples.
     `path` is for messages.
     """
-    # Pairs of neighbors show if embeddings are shifted by one. First find the usable samples,
-    # because `fetch` of images returns no others.
+    # Pairs of neighbors show whether embeddings are shifted by one. First find the usable ones,
+    # because `fetch` of an image dataset returns only these.
     indices = (order.evenly_spaced(len(dataset), 16)[:, None] + [0, 1]).ravel() % len(dataset)
     _, usable = dataset.fetch(indices)
     indices = indices[usable]

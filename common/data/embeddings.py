@@ -20,7 +20,7 @@ MAX_LOG_RATIO = 2  # an embedding may be up to 7.4 times longer or shorter than 
 
 
 def open_npy(path, ndim=2):
-    """Memory-map a .npy file with a float16 or float32 array of `ndim` dimensions; UserError.
+    """Memory-map a .npy file; UserError if it is not float16 or float32 of `ndim` dimensions.
 
     It is called for each read, because a process cannot keep thousands of files open. It compares
     the file's size with its header, so that a truncated file raises an error instead of a crash.
@@ -34,7 +34,7 @@ def open_npy(path, ndim=2):
 
 
 def shard_files(folder, name, suffix):
-    """{N: path} of the files NAME_N.suffix in `folder`, sorted by N, also with leading zeros."""
+    """{N: path} of the files NAME_N.suffix in `folder`, sorted by N; leading zeros are allowed."""
     paths = {}
     for path in folder.glob(f"{name}_*{suffix}"):
         number = path.stem.removeprefix(f"{name}_")
@@ -74,7 +74,7 @@ class Shards:
         return length
 
     def locate(self, indices):
-        """(position of the shard, from 0; row in the shard) of `indices` (n,): int arrays (n,)."""
+        """Return (position of the shard, row in the shard) of `indices` (n,): int arrays (n,)."""
         shards = np.searchsorted(self.starts, indices, side="right") - 1
         return shards, indices - self.starts[shards]
 

@@ -62,7 +62,7 @@ def decode_text(content, name):
     """Decode `content` (bytes) as UTF-8; UserError if it is not UTF-8."""
     with config.explained(f"{name}: not UTF-8 text; save it as UTF-8"):
         text = content.decode("utf-8-sig")
-        if "\0" in text:  # UTF-16
+        if "\0" in text:  # UTF-16, for example
             raise ValueError("contains zero bytes")
         return text
 
@@ -83,7 +83,7 @@ def caption_in(record):
 def clean_caption(value):
     """Convert a caption as stored in a file to a text without surrounding spaces.
 
-    A list of texts gives the first one. None and an empty list give "". TypeError for other types.
+    Of a list of texts, the first is used. None and an empty list give "". Else, TypeError.
     """
     if isinstance(value, list):
         value = value[0] if value else None
@@ -120,7 +120,7 @@ def check_samples(dataset, limit=128):
 
 
 def digest_of(files):
-    """A digest (16 digits) of the names and sizes of `files`, and of the start of up to 100."""
+    """A digest (16 digits) of names and sizes of `files`, and of the start of up to 100 of them."""
     sizes = [(file.name, file.stat().st_size) for file in files]
     digest = hashlib.sha256(repr(sizes).encode())
     for number in order.evenly_spaced(len(files), 100):
@@ -141,7 +141,7 @@ def stamps(files):
 def texts_of(text, path):
     """The lines of the file `path` or, without a path, [text].
 
-    Blank ones are left out. UserError if all are blank, unless both arguments are "".
+    Blank texts are left out. UserError if all are blank, unless both arguments are "".
     """
     texts = [text]
     if path:

@@ -25,14 +25,15 @@ from common.data import files
 class Index:
     """Columns with one row per sample: index[name] is a memory-mapped array.
 
-    The arrays take no memory of the process, only of the system's file cache, which is shared.
+    The arrays take no memory in the process. They are in the system's file cache, which all
+    processes share.
     """
 
     def __init__(self, place):
         self.place = place
         self.columns = {path.stem: self.scan(path.stem) for path in place.glob("*.npy")}
 
-    def __reduce__(self):  # workers map the same files
+    def __reduce__(self):  # spawned workers map the same files
         return Index, (self.place,)
 
     def __getitem__(self, name):
@@ -100,7 +101,7 @@ def _writable(folder):
 
 @contextlib.contextmanager
 def _locked(path):
-    """Context that one process at a time enters for `path`, if the file system has locks."""
+    """Context that one process at a time can enter for `path`, if the file system has locks."""
     with open(f"{path}.lock", "w") as file:
         checkpoint.lock(file, wait=True)
         yield

@@ -37,7 +37,7 @@ BUILTIN_ROWS = 25_000  # number of captioned shapes
 # int(MIDDLE * n) is the middle one of n possible positions of a square. If n is even, it is the
 # first of the middle two; 1/2 would give the second.
 MIDDLE = 0.4999999
-# Used instead of random numbers (area, down, right, mirror): the largest central square.
+# Used in place of random numbers (area, down, right, mirror): the largest central square.
 CENTRAL = (1, MIDDLE, MIDDLE, 1)
 
 
@@ -211,7 +211,7 @@ class CaptionedImages:
 
 
 def find_tars(path):
-    """The tars at `path`: a tar, a folder with or without *.tar, or "FOLDER/{00000..00219}.tar"."""
+    """List the tars at `path`: a tar, a folder (maybe without tars), or "A/{00000..00219}.tar"."""
     if path.is_dir():
         return sorted(path.glob("[!.]*.[tT][aA][rR]"))
     braces = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", str(path))
@@ -223,7 +223,7 @@ def find_tars(path):
 
 
 def list_tar(tar, unused):
-    """[(name, offset, size)] of the files in a tar. UserError if it is damaged or not a tar.
+    """List [(name, offset, size)] of the files in a tar. UserError if it is damaged or not a tar.
 
     A link gets the offset and size of its target. Other links, and devices, are only counted in
     `unused`.
@@ -261,10 +261,10 @@ def list_tar(tar, unused):
 
 
 def group(members, pattern, unused):
-    """Group files to samples (KEY with folders, {lowercase extension: (extension, offset, size)}).
+    """Group files into samples (KEY, {lowercase extension: (extension, offset, size)}).
 
-    members: (name, offset, size) of files. Names that do not match `pattern`, such as hidden files,
-    are ignored. unused: a Counter of the files that are not used.
+    KEY includes folders. members: (name, offset, size) of files. Names that do not match `pattern`,
+    such as those of hidden files, are ignored. unused: a Counter of the files that are not used.
 
     All files with the same KEY form a sample, even if they are far apart in a tar, because captions
     may be stored apart from images. A second file with the same extension begins a new sample of
@@ -287,7 +287,7 @@ def group(members, pattern, unused):
 
 
 def pick(sample, kinds):
-    """The files of a sample whose extension is in `kinds`, in this order."""
+    """The files of a sample with an extension in `kinds`, in the order of `kinds`."""
     return [sample[kind] for kind in kinds if kind in sample]
 
 
@@ -304,12 +304,12 @@ class Pictures(CaptionedImages):
 
     `fetch` returns the usable samples as {"image": uint8 (n, size, size, 3), "image_embed": float32
     (n, D), "clip_image": uint8 (n, C, C, 3) if C = `clip_size` is not 0, "caption": list}. An image
-    is the largest central square. With random bits, it is a random square with `crop_scale` to 1 of
-    that area, mirrored with probability 0.5 if `flip`. "clip_image" is the same crop: a CLIP
-    computes embeddings from it if none are stored.
+    is cropped to the largest central square. With random bits, it is cropped to a random square
+    with `crop_scale` to 1 of that area, and mirrored with probability 0.5 if `flip`. "clip_image"
+    is the same crop: a CLIP computes embeddings from it if none are stored.
 
     A sample is unusable if its embedding is missing, all zero or not finite, if its image is
-    damaged or smaller than `size`, or if it lacks a caption that it needs.
+    damaged or smaller than `size`, or if its caption is needed and cannot be read.
     """
 
     path: Path
@@ -331,7 +331,7 @@ class Pictures(CaptionedImages):
                 self.width = len(self._embedding(index))
                 break
         if len(inside) and not self.width:
-            self._embedding(inside[0])  # raises the reason
+            self._embedding(inside[0])  # raises Unusable with the reason
         if self.tars and not len(inside):
             self.beside = embeddings.shard_files(self.tars[0].parent, "img_emb", ".npy")
         for path in self.beside.values():
@@ -369,14 +369,14 @@ class Pictures(CaptionedImages):
         samples = []
         usable = np.zeros(len(indices), bool)
         for i, index in enumerate(indices):
-            with contextlib.suppress(Unusable):  # ChunkDataset replaces it
+            with contextlib.suppress(Unusable):  # ChunkDataset replaces the sample
                 samples.append(self._sample(index, uniform[i]))
                 usable[i] = True
         batch = torch.utils.data.default_collate(samples) if samples else {}
         return batch, usable
 
     def _sample(self, index, uniform=CENTRAL):
-        """One sample of `fetch`. uniform: four random numbers in [0, 1). Raises Unusable."""
+        """Read one sample for `fetch`; raises Unusable. uniform: four random numbers in [0, 1)."""
         image = self.image(index)
         area, down, right, mirror = uniform
         height, width, _ = image.shape
@@ -434,9 +434,9 @@ class Shapes(embeddings.Embeddings):
     """The built-in captioned shapes, with the embeddings that embed.builtin_data writes.
 
     `fetch` returns {"image": uint8 (n, size, size, 3), "image_embed" (n, D), "text_embed" (n, D),
-    "caption": list}. Images below 32 pixels are averaged from 32 pixels. They are never cropped or
-    flipped, because captions mention places. `records` have "caption", "attributes", and "named",
-    the attributes that the caption mentions.
+    "caption": list}. Images smaller than 32 pixels are averages of 32-pixel ones. None is cropped
+    or flipped, because captions mention places. `records` have "caption", "attributes", and
+    "named", the names of the attributes that the caption mentions.
     """
 
     def __init__(self, folder, size, index_dir=None):
@@ -451,7 +451,7 @@ class Shapes(embeddings.Embeddings):
 
 
 def caption_accuracy(dataset, indices, fake, real):
-    """{metric: [True if an image shows everything that its caption mentions]}.
+    """Return {metric: [True if an image shows everything that its caption mentions]}.
 
     fake, real: generated and real images, uint8 (B, H, H, 3), of the samples `indices`. {} unless
     `dataset` is the built-in one, and H a multiple of 16.

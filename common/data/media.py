@@ -38,7 +38,7 @@ def png(image):
 
     height, width, _ = image.shape
     header = struct.pack(  # (§11.2.2)
-        ">IIBB3x",  # three zeros at the end: the default methods
+        ">IIBB3x",  # three zeros at the end: compression, filter and interlace methods
         width,
         height,
         8,  # bits per color
@@ -51,9 +51,10 @@ def png(image):
 
 
 def captioned_grid(images, captions, columns):
-    """Arrange images, uint8 (N, H, W, 3), in rows of `columns` on white -> uint8 (H', W', 3).
+    """Arrange images, uint8 (N, H, W, 3), in a grid of `columns` columns: uint8 (H', W', 3).
 
-    Images are enlarged to a width of at least 96 pixels. Captions are below, in up to four lines.
+    Images are enlarged to a width of at least 96 pixels. Below each image is its caption, in up to
+    four lines. The background is white.
     """
     scale = math.ceil(96 / images.shape[2])
     images = images.repeat(scale, axis=1).repeat(scale, axis=2)

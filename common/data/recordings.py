@@ -30,7 +30,7 @@ LEAD = {"MP3": 2, "OGG": 5}
 RATES = range(1_000, 768_001)  # Hz
 MAX_SAMPLE = 4e9  # allows 32-bit integers stored as floats; a square of 1e20 would overflow
 CROP_SECONDS = 1  # length of crops in evaluation
-EXCERPT_SECONDS = 10  # maximum length of audio that is evaluated as a whole recording
+EXCERPT_SECONDS = 10  # recordings that are evaluated as a whole are cut to this length
 SHIFT_RATE = 50  # shifts are fractions of 1/50 s, one frame of semantic tokens
 
 # Folders for one kind of file, such as wav48 and txt in VCTK. Without them in the path, a recording
@@ -67,7 +67,7 @@ def read(path, start=0, stop=math.inf):
 
 def _read_pcm16(path, start, stop):
     """Like `read`, but returns None unless the file is a complete WAV file of 16-bit PCM."""
-    # RuntimeError: chunks beyond the end of the file. OSError: a read error of the disk.
+    # RuntimeError: chunks beyond the end of the file. OSError: a disk read error.
     errors = (wavfile.Error, EOFError, RuntimeError, OSError)
     with contextlib.suppress(*errors), wavfile.open(str(path)) as file:
         channels, width, rate, frames, *_ = file.getparams()
@@ -118,10 +118,10 @@ class Recordings:
     square of LOUDNESS. For transcripts see `read_transcripts`. A note counts recordings, speakers,
     transcripts, and other files.
 
-    If `pattern` is given, its first group, searched in a file's path below `path`, is the speaker.
-    Otherwise, the speaker is the name of the file's folder or, for LibriSpeech and LibriTTS
-    (SPEAKER/CHAPTER/SPEAKER_CHAPTER_…), of the folder above. The speaker of files directly in
-    `path` is unknown: "".
+    The regular expression `pattern`, if given, is searched in the file's path below `path`. Its
+    first group is the speaker. Otherwise, the speaker is the name of the file's folder or, for
+    LibriSpeech and LibriTTS (SPEAKER/CHAPTER/SPEAKER_CHAPTER_…), of the folder above. The speaker
+    of files directly in `path` is unknown: "".
 
     crop: samples per training crop. hop_length: samples per frame; shorter recordings are unusable.
     """
@@ -166,7 +166,7 @@ class Recordings:
         return len(self.names)
 
     def repeat(self, shifts):
-        """Make `shifts` copies of each recording. Copy k begins k / `shifts` of 1/50 s later.
+        """Make `shifts` copies of each recording. Copy k begins k / (50 `shifts`) s later.
 
         The copies have different tokens, which reduces overfitting. All are in the same split.
         """

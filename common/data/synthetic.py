@@ -176,7 +176,7 @@ def draw(values, variation, size=32):
     """Draw images, uint8 (N, size, size, 3).
 
     values (N, 5): attributes, see `attribute_values`. variation (N, 6) in [0, 1]: shift in x,
-    shift in y, rotation, scale, shade of the shape, shade of the background; 0.5 is no variation.
+    shift in y, rotation, scale, shade of the shape, shade of the background; 0.5 means none.
     """
     images = np.empty((len(values), size, size, 3), np.uint8)
     centers = (np.arange(size) + 0.5) / size  # of the pixels
@@ -231,7 +231,7 @@ def named_attributes(records):
 
 
 def nearest(features, references, values):
-    """For each of `features` (n, D), the row of `values` (N, …) of its nearest reference (N, D)."""
+    """Rows of `values` (N, …) for the `references` (N, D) nearest to `features` (n, D): (n, …)."""
     squares = np.square(references).sum(1)
     distances = squares - 2 * features @ references.T
     return values[distances.argmin(1)]
@@ -265,7 +265,7 @@ def picture_references():
 
 
 def is_correct(pictures, records):
-    """True for images, uint8 (B, H, H, 3), that show all that captions mention: bool (B,)."""
+    """Whether images, uint8 (B, H, H, 3), show everything their captions mention: bool (B,)."""
     # Take the attributes of the nearest neighbor among drawings of all combinations.
     found = nearest(picture_features(pictures), *picture_references())
     correct = found == attribute_values(records)
@@ -391,7 +391,7 @@ def voice_of(speaker):
 def syllables(indices):
     """Samples `indices` of an endless data set for `speak`: N texts, and speakers, int (N,).
 
-    A text is 3 to 5 different names of SYLLABLES. Speakers are below SPEAKERS.
+    A text is 3 to 5 different names of SYLLABLES. Speakers are numbers below SPEAKERS.
     """
     # 1 number chooses the speaker, 1 the count, and 6 the order of the syllables.
     uniform = _uniform(0, indices, 8)
@@ -406,7 +406,7 @@ def syllables(indices):
 
 @functools.lru_cache(2**13)  # at most 250 MB, shared by all stages of a process
 def speak(text, speaker):
-    """Synthesize a text (names of SYLLABLES), said by a speaker: float32 (T,) in [-1, 1] at RATE.
+    """Synthesize a text (names of SYLLABLES) in a speaker's voice: float32 (T,) within ±1 at RATE.
 
     There is no noise, because a codec would waste its codes on it.
     """
@@ -470,7 +470,7 @@ def estimate_voice(wave):
     after = correlation[34:96]
     is_peak = (here >= before) & (here >= after)
     is_high = here > 0.85 * here.max()
-    # Without a peak, this is 0, the lag of 242 Hz, which is not the pitch of any speaker.
+    # Without a peak, `best` is 0: the lag of 242 Hz, which is not the pitch of any speaker.
     best = (is_peak & is_high).argmax()
     # Find the top of a parabola through the peak.
     slope = (before - after)[best]

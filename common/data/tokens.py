@@ -96,7 +96,7 @@ def fit_kmeans(run, dataset, indices, cfg, device, make_features):
 
 
 def code_entropies(codes, Q, size):
-    """(entropy (Q,) in nats, count (Q,)) of each quantizer's codes, over all ranks. Collective.
+    """Return (entropy (Q,) in nats, count (Q,)) of each quantizer's codes on all ranks. Collective.
 
     codes: list of int64 (N, Q), possibly empty. Codes are below `size`; -100 is ignored.
     """
@@ -116,10 +116,12 @@ def code_entropies(codes, Q, size):
 class Tokens:
     """The tokens of all recordings, in a memory-mapped file whose pages all processes share.
 
-    The file begins with the first frame of each recording, and the end: int64 (N + 1,). Then come
-    the tokens, uint16 (Q, frames). They are ordered by quantizer, so that a stage reads only the
-    quantizers that it needs. frames (N,): number of frames of each recording, 0 if it is unusable.
-    Iterating yields the tokens (Q, T) of each recording.
+    The file begins with the offset of each recording in frames, and the total: int64 (N + 1,). Then
+    come the tokens, uint16 (Q, total). They are ordered by quantizer, so that a stage reads only
+    the quantizers that it needs.
+
+    frames (N,): number of frames of each recording, 0 if it is unusable. Iterating yields the
+    tokens (Q, T) of each recording.
     """
 
     def __init__(self, path, count, num_quantizers):
@@ -161,7 +163,7 @@ def write_tokens(path, frames, encoded):
                 file.write(row.tobytes())
 
 
-# Until all recordings are encoded, each rank writes a piece, a file of tokens, after this time.
+# Until all recordings are encoded, each rank saves its new tokens this often, in a file (a piece).
 PIECE_SECONDS = 20
 
 
@@ -222,7 +224,7 @@ def encode_missing(place, missing, cfg, dataset, tokenizer):
 def token_cache(cfg, dataset, tokenizer):
     """The Tokens of a dataset's recordings, cached in a file below RUN/tokens. Collective.
 
-    Recordings that are missing in the file are encoded first. The file does not depend on the
+    Recordings that are missing from the file are encoded first. The file does not depend on the
     number of ranks, nor on how often they were killed. Unusable recordings have no tokens; each
     start tries them again.
 
@@ -280,7 +282,7 @@ def token_cache(cfg, dataset, tokenizer):
 def align(content, heard):
     """The position in `content` (N,) of each of the tokens `heard` (T,): int64 (T,).
 
-    Positions begin at 0, and each is equal to the one before or one more. `heard` may end before
+    Positions begin at 0, and advance by 0 or 1 from token to token. `heard` may end before
     `content`. Of all such alignments, this has the lowest cost: the number of tokens that differ
     from the content at their positions.
     """
@@ -336,7 +338,7 @@ class TokenCrops:
         return indices[self.frames[indices] > 0]
 
     def crop(self, index, offset=0.0):
-        """A crop: (tokens of each stream, int64 (T, Q); True if the recording ends with the crop).
+        """Read (tokens of each stream, int64 (T, Q); True if the recording ends with the crop).
 
         offset: position of the crop, from 0 (the first possible one) to below 1 (the last).
         """
@@ -372,8 +374,9 @@ class TokenCrops:
     def join_within(self, indices, probability):
         """In training, append a recording of the same speaker to recordings that fit in a crop.
 
-        This teaches what follows the end of a short recording, such as a single word. Appended
-        recordings are from `indices`. If the speaker is unknown, a recording is appended to itself.
+        It happens with this `probability`, if both fit. This teaches what follows a short
+        recording, such as a single word. Appended recordings are from `indices`. If the speaker is
+        unknown, a recording is appended to itself.
         """
         self.join = probability
         for index in self.readable(indices):
@@ -388,8 +391,8 @@ class TokenCrops:
         """A training sample: (tokens of each stream, True if the recording ends with them, text).
 
         The text belongs to a whole recording, so for a part of a recording it is "".
-        offset: see `crop`. If `draw` in [0, 1) is below `join`, another recording is appended,
-        unless the two do not fit in a crop. `which` in [0, 1) chooses it.
+        offset: see `crop`. If `draw` in [0, 1) is below `join`, and both fit in a crop,
+        another recording is appended. `which` in [0, 1) chooses it.
         """
         streams, ended = self.crop(index, offset)
         if not self.is_whole(index):
@@ -412,7 +415,7 @@ class TokenCrops:
         return self.frames[index] <= self.crop_frames
 
     def fetch(self, indices, random_bits=None):
-        """Read (batch, usable (B,)).
+        """Return (batch, usable (B,)).
 
         The batch is from `lay_out`, with "text": [B]. It is {} unless all recordings are usable.
         """
@@ -485,9 +488,9 @@ def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec):
 
 
 def learn_vocabulary(crops, indices, size, max_tokens):
-    """([the `size` most frequent words of training transcripts], length of the longest text).
+    """Return ([the `size` most frequent words of training texts], length of the longest text).
 
-    ([], 0) if there are no transcripts. The length is in tokens, at most `max_tokens`. crops:
+    ([], 0) if there are no texts. The length is in tokens, at most `max_tokens`. crops:
     TokenCrops. Notes count texts that are empty or longer than `max_tokens`, and recordings longer
     than a crop, which are trained on without text. UserError if all recordings are longer.
     """
