@@ -30,8 +30,8 @@ def from_transformers(flag, name, kinds):
 class PublishedCodec:
     """EnCodec, DAC or Mimi, with the interface of SoundStream.
 
-    spec: hf:MODEL, a name at huggingface.co or a folder. Waves are padded with silence to whole
-    frames.
+    spec: hf:MODEL, where MODEL is a name at huggingface.co or a folder. Waves are padded with
+    silence to whole frames.
 
     sample_rate: samples per second. hop_length: samples per frame. frame_rate: frames per second.
     num_quantizers: codes per frame, each below codebook_size. checksum: a text that changes with
@@ -89,7 +89,7 @@ class PublishedCodec:
         return audio.in_blocks(work, wave, self.hop_length, 1, self.before, self.after)
 
     def decode(self, codes):
-        """The wave (frames · hop_length,) of codes (frames, n) of n quantizers, on the CPU."""
+        """The wave (frames · hop_length,) for codes (frames, n) from n quantizers, on the CPU."""
 
         def work(block):
             length = block.shape[1] * self.hop_length

@@ -1,10 +1,10 @@
-"""Import published weights of Karlo and Kandinsky in the format of diffusers; export to it.
+"""Import published weights of Karlo and Kandinsky in diffusers' format, and export to it.
 
     python -m common.interop.pretrained import kakaobrain/karlo-v1-alpha --out runs/karlo
     python -m common.interop.pretrained import OWNER/REPOSITORY/FOLDER --out runs/k22
     python -m common.interop.pretrained export --run_dir runs/mine --out my-prior
 
-`import` reads a folder, or a repository of the Hugging Face hub, and writes run folders with a
+`import` reads a folder, or a repository on the Hugging Face hub, and writes run folders with a
 model.pt. `export` writes a folder for diffusers or, for LoRA adapters, for peft.
 """
 
@@ -98,7 +98,7 @@ CLIPS = {768: "open_clip:ViT-L-14/openai", 1280: "open_clip:ViT-bigG-14/laion2b_
 def blocks_of(cfg):
     """Yield the names (ours, diffusers') of a model's blocks.
 
-    Our U-Net numbers blocks like ADM: those of a level, then the one that resamples.
+    Our U-Net has ADM's order: the blocks of a level, then the block that resamples.
     """
     if isinstance(cfg, train_prior.Config):
         for i in range(cfg.depth):
@@ -114,13 +114,13 @@ def blocks_of(cfg):
 
 
 def published_names(cfg, table, names):
-    """{our parameter name: published names to concatenate}.
+    """Return {our parameter name: published names to concatenate}.
 
     table: one of the tables above. names: our parameter names; those not in the table are left out.
     """
     published = {}
     for ours, theirs in blocks_of(cfg):
-        attention = theirs.replace("resnets", "attentions")  # has the number of its block
+        attention = theirs.replace("resnets", "attentions")  # numbered like the blocks
         lines = table.format(ours=ours, theirs=theirs, attention=attention)
         for line in lines.splitlines():
             beginning, replacements = line.split()
@@ -135,7 +135,7 @@ def published_names(cfg, table, names):
 
 
 def our_settings(about, folder):
-    """(kind of model, settings) for the contents `about` of FOLDER/config.json.
+    """Return (kind of model, settings) for the contents `about` of FOLDER/config.json.
 
     Objective and sampling settings are not in that file: they are those of Karlo and Kandinsky.
     """
@@ -193,7 +193,7 @@ def our_settings(about, folder):
 def their_config(cfg, widths, path):
     """diffusers' config.json for the model `path`; UserError if diffusers has no class for it.
 
-    widths: [of embeddings, of text encodings].
+    widths: [width of embeddings, width of text encodings].
     """
     if isinstance(cfg, train_prior.Config):
         if widths[1] not in (0, widths[0]):
@@ -249,7 +249,7 @@ def their_config(cfg, widths, path):
 
 
 def read_folder(folder):
-    """(contents of config.json, tensors) of a diffusers folder. Weights may be sharded."""
+    """Read (contents of config.json, tensors) from a diffusers folder. Weights may be sharded."""
     tensors = {}
     with explained(f"{folder}: expected config.json, and {WEIGHTS[0]} or .bin with only tensors"):
         about = config.read_json(folder / "config.json")
@@ -286,8 +286,8 @@ def import_folder(folder, out, spec, source):
     """Import the model in a diffusers folder to the file `out`.
 
     The text_proj of a decoder must be beside `folder`. spec: the CLIP, or "" for the usual CLIP of
-    this width. source: name of the folder, stored in the file. Only an earlier import from the same
-    source may be overwritten.
+    the model's width. source: name of the folder, stored in the file. Only an earlier import from
+    the same source may be overwritten.
     """
     if out.exists() and checkpoint.load(out, mmap=True).get("source") != source:
         raise UserError(f"{out}: already exists, from another source; give another --out")
@@ -335,7 +335,7 @@ def import_folder(folder, out, spec, source):
         "clip": spec,
         "clip_fingerprint": fingerprint,
         "source": source,
-        # Another U-Net takes the last sampling step, if it is imported as well.
+        # Karlo uses another U-Net for the last sampling step, if it is imported as well.
         "last_step": "last_step.pt" if folder.name == "super_res_first" else None,
     }
     checkpoint.save(contents, out)

@@ -56,7 +56,7 @@ def figure(path, caption):
 
 
 def chart(name, points):
-    """HTML of the curve [(step, value), ...]. It has at most POINTS points, with the newest one."""
+    """HTML of the curve [(step, value), ...], with at most POINTS points, including the newest."""
     points = points[:: -math.ceil(len(points) / POINTS)]
     steps, values = zip(*points)
     left = min(steps)

@@ -68,9 +68,9 @@ def fetch(address, folder):
 
 @dataclass(kw_only=True)
 class Saver:
-    """Copies files to a folder. To save elsewhere, add a subclass with another `put` to SAVERS."""
+    """Copies files to local paths. To save elsewhere, add a subclass with its `put` to SAVERS."""
 
-    kind: str = "checkpoint"  # what the latest copy is; "model": only averaged weights and settings
+    kind: str = "checkpoint"  # or "model": the latest copy has only averaged weights and settings
     save_latest_to: str = ""  # a path, which may have names from `path_values` in braces
     save_best_to: str = ""  # a path for best.pt
     save_meta_to: str = ""  # a folder for metadata.json and config.json
@@ -142,7 +142,7 @@ SAVERS = {"local": Saver, "wandb": WandBSaver, "huggingface": HuggingFaceSaver}
 
 
 def path_values(folder, step, best_val_loss):
-    """{name: value} of the names in braces that paths in --save may have.
+    """Return {name: value} for the names in braces that paths in --save may contain.
 
     folder: the run folder.
     """
