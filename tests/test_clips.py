@@ -115,7 +115,7 @@ def test_what_open_clip_lacks_and_other_text_encoders_are_refused_in_a_line(open
             with pytest.raises(UserError, match=message):
                 clips.load(f"open_clip:{spec}", "cpu", text_only=text_only)
     monkeypatch.setattr(open_clip, "get_tokenizer", lambda name: lambda texts, **_: None)
-    with pytest.raises(UserError, match="its text encoder is not that of the original CLIP"):
+    with pytest.raises(UserError, match="its text encoder differs from the original CLIP's"):
         clips.load("open_clip:ViT-L-14/openai", "cpu")
 
 
@@ -135,7 +135,7 @@ def test_a_folder_names_its_clip_and_whether_it_is_built_in(tmp_path, capsys):
     cfg.clip = "z"
     assert capsys.readouterr().err == ""
     assert clips.clip_of(cfg, "model.pt") == ("z", "f")
-    assert "trained with another CLIP" in capsys.readouterr().err
+    assert "trained with a CLIP other than the one in" in capsys.readouterr().err
 
 
 class Encoder:
@@ -178,7 +178,7 @@ def test_embeddings_in_another_order_than_the_pictures_are_refused_if_a_clip_is_
     cfg = SimpleNamespace(raw_embeddings=False)
     clips.check_source(cfg, dataset, tmp_path)
     assert "cannot check whether embeddings are in the order" in capsys.readouterr().err
-    refusal = pytest.raises(UserError, match=r"another order than their samples: that of sample \d")
+    refusal = pytest.raises(UserError, match=r"not in the same order as their samples: sample \d")
     with refusal if refused else contextlib.nullcontext():
         clips.check_source(cfg, dataset, tmp_path, Encoder())
 
@@ -191,7 +191,7 @@ def test_text_embeddings_in_another_order_than_the_captions_are_refused_by_a_pri
     embeddings.write_shards(tmp_path, rows, np.roll(rows, 2 * shift, 0), records)
     dataset = embeddings.Embeddings(tmp_path, captions=True)
     cfg = SimpleNamespace(raw_embeddings=False)
-    refusal = pytest.raises(UserError, match=f"{tmp_path}: embeddings are in another order than")
+    refusal = pytest.raises(UserError, match=f"{tmp_path}: embeddings are not in the same order")
     with refusal if shift else contextlib.nullcontext():
         clips.check_source(cfg, dataset, tmp_path, Encoder())
 

@@ -46,7 +46,7 @@ def test_codes_and_waves_are_the_packages_own(kind, hop_length, two_codes, tmp_p
 
 def test_a_model_that_does_not_fit_is_refused(tmp_path):
     published_codec(tmp_path, "encodec", normalize=True)
-    with pytest.raises(UserError, match="two channels, and models that normalize chunks"):
+    with pytest.raises(UserError, match="stereo models, and models that normalize chunks"):
         PublishedCodec(f"hf:{tmp_path}", "cpu")
 
 

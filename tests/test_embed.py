@@ -115,7 +115,7 @@ def test_the_best_weights_on_held_out_images_are_kept_and_said(captioned, monkey
     settings = TINY | dict(data="images", run_dir="best", steps=20, batch_size=32)
     out = run_embed("train", "--flip", crop_scale=0.5, **settings)
     shares = [float(line.split()[1]) for line in out.splitlines() if line.startswith("  retrieval")]
-    assert len(shares) == 10 and f"retrieval {max(shares):.3f}: captions find" in out
+    assert len(shares) == 10 and f"retrieval {max(shares):.3f}: fraction of captions" in out
     held_out = list(embed.read("images", 16, "validation"))
     (image, text), records = embed.embed(clips.load("best", CPU), held_out)
     share = clip.retrieval(text, image, embed.captions_of(records))

@@ -78,8 +78,8 @@ def test_texts_are_those_of_the_flag_or_the_lines_of_a_file_in_utf_8(tmp_path):
     with pytest.raises(UserError, match=r"^--text: no text in it"):
         files.texts_of(" ", "")
     for content, message in (
-        ("über".encode("cp1252"), "not text in UTF-8"),
-        ("over".encode("utf-16-le"), "not text in UTF-8"),
+        ("über".encode("cp1252"), "not UTF-8 text"),
+        ("over".encode("utf-16-le"), "not UTF-8 text"),
         (b"\n", "no text"),
     ):
         path.write_bytes(content)

@@ -289,7 +289,7 @@ def test_files_that_are_not_read_are_counted_by_kind(tmp_path, capsys):
 @pytest.mark.parametrize("name", ["a.txt", "x.trans.txt"])
 def test_a_transcript_in_another_encoding_is_refused_by_name(name, tmp_path):
     write_files(tmp_path, {"a.wav": GOOD, name: "a|über".encode("cp1252")})
-    with pytest.raises(UserError, match=rf"{tmp_path}/{name}: not text in UTF-8.*save it as UTF-8"):
+    with pytest.raises(UserError, match=rf"{tmp_path}/{name}: not UTF-8 text.*save it as UTF-8"):
         Recordings(tmp_path, 16000)
 
 

@@ -201,7 +201,7 @@ def test_a_failure_is_printed_and_tried_again_at_the_next_save(tmp_path, capsys)
     savers = savers_of(f"local save_latest_to={wall}/x.pt", f"local save_latest_to={fine}")
     for step in (1, 2):
         store.send(savers, run_of(tmp_path, step))
-        assert f"'{wall}'; it is tried again at the next save" in capsys.readouterr().out
+        assert f"'{wall}'; it is retried at the next save" in capsys.readouterr().out
         assert step_of(fine) == step
     wall.unlink()
     store.send(savers, run_of(tmp_path, 2))

@@ -1,4 +1,4 @@
-"""The CLIP of a run: load it by name, find it for a data set, compare it with embeddings."""
+"""Load a CLIP by name, find which CLIP made the embeddings of a run, and check embeddings."""
 
 import contextlib
 from pathlib import Path
@@ -10,12 +10,12 @@ from common import checkpoint, config, order
 from common.config import UserError, explained, need
 from common.models import clip
 
-MIN_COSINE = 0.3  # between computed and stored embeddings; about 0 for another CLIP
-ORDER_MARGIN = 0.02  # tolerance when comparing cosines: equal samples have equal embeddings
+MIN_COSINE = 0.3  # minimum mean cosine of computed and stored embeddings; 0 for a wrong CLIP
+ORDER_MARGIN = 0.02  # tolerance of cosines, as near-duplicates have nearly equal embeddings
 
 
 class OpenCLIP(clip.Encoder):
-    """A pretrained model of the package open_clip, with the interface of `CLIP`.
+    """A pretrained model from the package open_clip, with the interface of `CLIP`.
 
     text_only: do not load the image encoder, which takes 7 GB for ViT-bigG-14.
     """
@@ -29,11 +29,13 @@ class OpenCLIP(clip.Encoder):
             f"{spec}: expected open_clip:MODEL/WEIGHTS, such as open_clip:ViT-L-14/openai, or a "
             "file in place of WEIGHTS"
         ):
-            # For weights that need QuickGELU, such as OpenAI's, open_clip only warns and uses GELU.
+            # Some weights, such as OpenAI's, need QuickGELU. By default, open_clip uses GELU even
+            # for these, and only warns.
             pretrained_cfg = open_clip.get_pretrained_cfg(name, weights)
             quick_gelu = pretrained_cfg.get("quick_gelu", False)
             settings = open_clip.get_model_config(name)
-            if text_only and "custom_text" not in settings:  # these may need the image encoder
+            # A custom text encoder may need the image encoder, so load such models completely.
+            if text_only and "custom_text" not in settings:
                 settings["vision_cfg"] = {"layers": 0}
                 settings.setdefault("quick_gelu", quick_gelu)
                 self.model = open_clip.CLIP(**settings)
@@ -52,8 +54,8 @@ class OpenCLIP(clip.Encoder):
         self.tokenizer = open_clip.get_tokenizer(name)
         if not isinstance(self.tokenizer, open_clip.SimpleTokenizer):
             raise UserError(
-                f"{spec}: its text encoder is not that of the original CLIP; "
-                "take a model such as ViT-L-14/openai"
+                f"{spec}: its text encoder differs from the original CLIP's; "
+                "use a model such as ViT-L-14/openai"
             )
         self.text_norm = getattr(self.model, "text", self.model).ln_final
         self.context = self.model.context_length
@@ -69,7 +71,7 @@ class OpenCLIP(clip.Encoder):
         return self.spec
 
     def embed_text(self, tokens):
-        outputs = []  # of the last norm; open_clip does not return them
+        outputs = []  # of the last norm, which open_clip does not return
         hook = self.text_norm.register_forward_hook(lambda *call: outputs.append(call[-1]))
         embedding = self.model.encode_text(tokens)
         hook.remove()
@@ -86,7 +88,7 @@ class OpenCLIP(clip.Encoder):
 def load(spec, device, fingerprint=None, text_only=False):
     """Load the frozen CLIP `spec`: a run folder, model.pt or open_clip:MODEL/WEIGHTS.
 
-    text_only: see OpenCLIP. UserError if it has another `fingerprint`.
+    fingerprint: the expected one; UserError if it differs. text_only: see OpenCLIP.
     """
     if not spec:
         raise UserError("the CLIP that made the embeddings is not known; name it with --clip")
@@ -100,8 +102,8 @@ def load(spec, device, fingerprint=None, text_only=False):
         contents = checkpoint.load(path) if path.is_file() else {}
         if contents.get("kind") != "clip":
             raise UserError(
-                f"{path}: there is no CLIP here; train one by python -m common.data.embed train, "
-                'name another with --clip, or train without a CLIP by --clip ""'
+                f"{path}: there is no CLIP here; train one with python -m common.data.embed train, "
+                'name another with --clip, or train without a CLIP: --clip ""'
             )
         model = clip.CLIP(**contents["settings"])
         checkpoint.load_weights(model, contents["model"], path)
@@ -110,11 +112,11 @@ def load(spec, device, fingerprint=None, text_only=False):
 
 
 def clip_of(cfg, model_file=None):
-    """(name of the run's CLIP or None, its expected fingerprint or None).
+    """Return (name of the run's CLIP or None, its expected fingerprint or None).
 
-    --clip names the CLIP; for "auto", clip.json in --data names it, or else the model file, if
-    given. The fingerprint comes from clip.json or the model file. If these disagree, a note is
-    printed.
+    --clip names the CLIP. If it is "auto", the name comes from clip.json in --data or, without that
+    file, from `model_file`. The fingerprint also comes from one of these two. If both have one, and
+    they differ, a note is printed.
     """
     known = {}
     if model_file:
@@ -125,24 +127,26 @@ def clip_of(cfg, model_file=None):
         before = known.get("fingerprint")
         known = config.read_json(path)
         if before and before != known.get("fingerprint"):
-            config.note(f"{model_file}: trained with another CLIP than that of {path}")
+            config.note(f"{model_file}: trained with a CLIP other than the one in {path}")
     spec = known.get("clip") if cfg.clip == "auto" else cfg.clip
     return spec, known.get("fingerprint")
 
 
 def check_source(cfg, dataset, path, clip_model=None):
-    """UserError if the stored embeddings of a few samples do not fit the model.
+    """Check the stored embeddings of a few samples; UserError if the model cannot use them.
 
-    A model of raw embeddings does not take embeddings of unit length. With a `clip_model`, they
-    must come from this CLIP, and be in the order of their samples.
+    A model for raw embeddings refuses embeddings of unit length. If `clip_model` is given, it must
+    be the CLIP that made the embeddings, and they must be in the same order as their samples.
+    `path` is for messages.
     """
-    # Pairs of neighboring samples. `fetch` of images drops unusable ones.
+    # Pairs of neighbors show whether embeddings are shifted by one. First find the usable ones,
+    # because `fetch` of an image dataset returns only these.
     indices = (order.evenly_spaced(len(dataset), 16)[:, None] + [0, 1]).ravel() % len(dataset)
     _, usable = dataset.fetch(indices)
     indices = indices[usable]
     batch, _ = dataset.fetch(indices)
     stored = batch.get("image_embed")
-    if stored is None:  # a CLIP will compute them
+    if stored is None:  # a CLIP will compute the embeddings
         return
     length = stored.norm(dim=1).nanmedian()
     if cfg.raw_embeddings and abs(length - 1) < 0.01:
@@ -151,10 +155,10 @@ def check_source(cfg, dataset, path, clip_model=None):
             "them with python -m common.data.embed embed --raw"
         )
 
-    # Embed the same texts, or else the same images, again.
+    # Embed the captions again or, without captions, the images.
     texts = []
     if clip_model and "text_embed" in batch and dataset.captions:
-        with contextlib.suppress(UserError):  # the model may not need these captions
+        with contextlib.suppress(UserError):  # unreadable captions are not an error here
             texts = dataset.texts(indices)
     if texts:
         stored = batch["text_embed"]
@@ -176,6 +180,6 @@ def check_source(cfg, dataset, path, clip_model=None):
     misplaced = own < cosines.amax(1) - ORDER_MARGIN
     if misplaced.float().mean() > 0.5:
         raise UserError(
-            f"{path}: embeddings are in another order than their samples: that of sample "
-            f"{indices[misplaced][0]} fits another sample better; rewrite them"
+            f"{path}: embeddings are not in the same order as their samples: sample "
+            f"{indices[misplaced][0]} fits the embedding of another sample better; rewrite them"
         )

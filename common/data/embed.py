@@ -39,16 +39,16 @@ class Config(DataConfig):
 
     run_dir: str = field("runs/clip", "folder for model.pt")
     image_size: PositiveInt = field(32, "images are resized to this width and height")
-    context: PositiveInt = field(24, "longest text in tokens, at least 3; longer ones are cut")
+    context: PositiveInt = field(24, "maximum tokens per text, at least 3; longer texts are cut")
     vocabulary: config.NonNegativeInt = field(
-        4096, "number of words that get a token; others are spelled in bytes"
+        4096, "number of words that get a token; other words are spelled in bytes"
     )
     embed_width: PositiveInt = field(64, "width of the embeddings")
     text_width: PositiveInt = field(64, "width of the text encodings, a multiple of 32")
     crop_scale: Fraction = field(
         1.0, "minimum area of random square crops, as a fraction of the image"
     )
-    flip: bool = field(False, "mirror half of the images; not if captions mention left or right")
+    flip: bool = field(False, "mirror half of the images; leave off if captions say left or right")
     steps: PositiveInt = field(700, "optimizer steps")
     batch_size: PositiveInt = field(256, "pairs per step; each is contrasted with all others")
     lr: PositiveFloat = field(3e-3, "peak learning rate")
@@ -74,11 +74,11 @@ class EmbedConfig(DataConfig):
     out: str = field("emb", "folder for img_emb/, text_emb/, captions/ and clip.json")
     split: Literal["all", "train"] = field(
         "all",
-        "which images; train: the default training split of train_decoder.py, or, for shapes, "
-        "images that no script uses",
+        "images to embed; train: the default training split of train_decoder.py or, for shapes, "
+        "images that the training scripts do not use",
     )
     raw: bool = field(
-        False, "do not normalize the embeddings, for --raw_embeddings; off: unit length"
+        False, "do not normalize the embeddings (for --raw_embeddings); off: unit length"
     )
     encodings: bool = field(False, "also write the encodings of all text tokens, to text_enc/")
 
@@ -90,9 +90,9 @@ def captions_of(records):
 def read(path, image_size, split="all"):
     """Yield batches of captioned images: uint8 (B, S, S, 3), and B records {"caption": …}.
 
-    path: a folder, or "shapes" for the built-in ones. split: "all", or "train", "validation" or
-    "test" as the scripts split by default. The "train" split of "shapes" has images that no script
-    uses.
+    path: tars or a folder, see CaptionedImages; or "shapes" for the built-in images. split: "all",
+    or one of the training scripts' default splits, "train", "validation" or "test". For "shapes",
+    "train" gives images that these scripts do not use.
     """
     if path == "shapes":
         first = BUILTIN_ROWS if split == "train" else 0
@@ -130,12 +130,12 @@ def read(path, image_size, split="all"):
 def augment(images, crop_scale, flip):
     """Random square crops of uint8 images (B, S, S, 3), resized to S.
 
-    Their area is `crop_scale` to 1 of the image. flip: mirror half of them.
+    The area of a crop is `crop_scale` to 1 times that of its image. flip: mirror half of the crops.
     """
     images = from_uint8(images)  # (B, 3, S, S)
     side = torch.empty(len(images)).uniform_(crop_scale, 1).sqrt()
     mirrored = torch.rand(len(images)) < 0.5 * flip
-    # An affine map from the crop to the image, whose edges are at -1 and 1: x -> scale · x + shift
+    # Affine maps from a crop to its image: x -> scale · x + shift. The edges of both are at ±1.
     window = torch.zeros(len(images), 2, 3)
     window[:, 0, 0] = torch.where(mirrored, -side, side)
     window[:, 1, 1] = side
@@ -147,13 +147,13 @@ def augment(images, crop_scale, flip):
 def train(cfg, device=None):
     """Train a CLIP, and write it to RUN/model.pt.
 
-    It is evaluated ten times. On the user's images, the weights with the best retrieval of held-out
-    images are kept, because a small data set soon overfits. The result is bit-identical on the same
-    device with the same number of threads.
+    On the user's images, the CLIP is evaluated about ten times. The weights with the best retrieval
+    of held-out images are kept, because a CLIP soon overfits a small data set. The result is
+    bit-identical on the same device with the same number of threads.
     """
     device = device or dist.setup(cfg.device)
     if Path(cfg.run_dir, "auto_resume.json").exists():
-        raise UserError(f"{cfg.run_dir}: has the run of another model; give another --run_dir")
+        raise UserError(f"{cfg.run_dir}: contains the run of another model; give another --run_dir")
     batches = list(read(cfg.data, cfg.image_size, "train"))
     held_out = []
     if cfg.data != "shapes":
@@ -218,15 +218,15 @@ def train(cfg, device=None):
     print(f"small CLIP: last loss {loss:.3f}; chance is {math.log(cfg.batch_size):.3f}")
     if held_out:
         gallery = min(clip.GALLERY, len(records))
-        print(f"retrieval {best:.3f}: captions find their held-out image among {gallery}")
+        print(f"retrieval {best:.3f}: fraction of captions that find their image among {gallery}")
 
 
 @torch.no_grad()
 def embed(clip_model, batches, encodings=False, raw=False):
-    """Embed the batches of `read`: ([images (N, D), texts (N, D)], N records).
+    """Embed the batches of `read`. Returns a list of float32 arrays, and N records.
 
-    With `encodings`, a third array has the text encodings (N, L, W). Embeddings have unit length,
-    unless `raw`.
+    The arrays are image embeddings (N, D), text embeddings (N, D) and, with `encodings`, text
+    encodings (N, L, E). Embeddings have unit length unless `raw`.
     """
     device = next(clip_model.parameters()).device
     arrays = []
@@ -245,11 +245,11 @@ def embed(clip_model, batches, encodings=False, raw=False):
 
 
 def embed_all(cfg, device=None):
-    """Write embeddings of the images of `data` as shards, and clip.json, which names the CLIP."""
+    """Embed the images in `data`. Writes shards, and clip.json, which names the CLIP."""
     device = device or dist.setup(cfg.device)
     clip_model = clips.load(cfg.run_dir, device)
     out = Path(cfg.out)
-    (out / "clip.json").unlink(missing_ok=True)  # it may name another CLIP until the end
+    (out / "clip.json").unlink(missing_ok=True)  # an old one may name another CLIP
     batches = read(cfg.data, clip_model.image_size, cfg.split)
     arrays, records = embed(clip_model, batches, cfg.encodings, cfg.raw)
     if not records:
@@ -266,9 +266,10 @@ def embed_all(cfg, device=None):
 
 
 def builtin_data(folder, device):
-    """Make the small CLIP in FOLDER/clip and its embeddings in FOLDER/shapes, unless they exist.
+    """Train the small CLIP in FOLDER/clip, and write its embeddings of shapes to FOLDER/shapes.
 
-    Returns the path of the embeddings.
+    If both already exist, and were made with the same settings, they are kept. Returns the path of
+    the embeddings.
     """
     run_dir = str(folder.resolve() / "clip")
     out = folder / "shapes"
@@ -281,7 +282,7 @@ def builtin_data(folder, device):
     }
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "a") as lock:
-        checkpoint.lock(lock, wait=True)  # another run may be making them
+        checkpoint.lock(lock, wait=True)  # another run may be writing them
         try:
             values = config.read_json(path)
             clips.load(run_dir, "cpu", str(values.get("fingerprint")))
@@ -298,7 +299,7 @@ def builtin_data(folder, device):
 
 
 def with_builtin_data(cfg, device):
-    """The settings `cfg` with the folder of `builtin_data` as data. Collective."""
+    """`cfg` with `data` set to the folder from `builtin_data`. Collective."""
     folder = dist.on_main(lambda: builtin_data(Path(cfg.run_dir).parent, device))
     return config.replace(cfg, data=folder)
 

@@ -16,14 +16,14 @@ from common.config import UserError
 from common.data import files, flat
 
 FOLDERS = {"image_embed": "img_emb", "text_embed": "text_emb", "text_enc": "text_enc"}
-MAX_LOG_RATIO = 2  # of an embedding's length to the median length: a factor of 7.4
+MAX_LOG_RATIO = 2  # an embedding may be up to 7.4 times longer or shorter than the median
 
 
 def open_npy(path, ndim=2):
-    """Map the float16 or float32 array of `ndim` dimensions in a .npy file.
+    """Memory-map a .npy file; UserError if it is not float16 or float32 of `ndim` dimensions.
 
-    It is called for each read, because thousands of files cannot be open at once. It compares the
-    size of the file with its header, so that a truncated file is an error, not a crash.
+    It is called for each read, because a process cannot keep thousands of files open. It compares
+    the file's size with its header, so that a truncated file raises an error instead of a crash.
     """
     expected = f"float16 or float32 of {ndim} dimensions"
     with config.explained(f"{path}: not a readable .npy array; expected {expected}"):
@@ -34,7 +34,7 @@ def open_npy(path, ndim=2):
 
 
 def shard_files(folder, name, suffix):
-    """{N: path} of the files NAME_N.suffix in `folder`, sorted; N may have leading zeros."""
+    """{N: path} of the files NAME_N.suffix in `folder`, sorted by N; leading zeros are allowed."""
     paths = {}
     for path in folder.glob(f"{name}_*{suffix}"):
         number = path.stem.removeprefix(f"{name}_")
@@ -44,7 +44,7 @@ def shard_files(folder, name, suffix):
 
 
 class Shards:
-    """The rows of the arrays `FOLDER/NAME_N.npy`, in order of N, as float32."""
+    """The rows of all arrays FOLDER/NAME_N.npy, in order of N. shards[indices]: float32 (n, …)."""
 
     def __init__(self, folder, name):
         self.folder = folder
@@ -66,7 +66,7 @@ class Shards:
 
     @functools.cached_property
     def median_norm(self):
-        """The median length of 256 rows (D,); UserError if it is zero or not finite."""
+        """The median length of 256 evenly spaced rows; UserError if it is zero or not finite."""
         rows = self[order.evenly_spaced(len(self), 256)]
         length = torch.from_numpy(rows).norm(dim=1).nanmedian().item()
         if not 0 < length < math.inf:  # as in a file that was not completely written
@@ -74,7 +74,7 @@ class Shards:
         return length
 
     def locate(self, indices):
-        """(number of the shard, counted from 0; row in it) of `indices` (n,): int arrays (n,)."""
+        """Return (position of the shard, row in the shard) of `indices` (n,): int arrays (n,)."""
         shards = np.searchsorted(self.starts, indices, side="right") - 1
         return shards, indices - self.starts[shards]
 
@@ -107,9 +107,10 @@ def caption_lines(path):
 class Embeddings:
     """Embeddings in `img_emb/`, `text_emb/`, and optionally `text_enc/` and captions.
 
-    Files are matched by shard number. With `captions`, `text_emb/` may be missing. `self.captions`
-    is {number: file of captions}, or {} if there are none. They are indexed below `index_dir`, see
-    flat.open_index. `width` is D of image and text embeddings.
+    Files are matched by shard number. text_encodings: also read `text_enc/`. captions: also read
+    captions; then `text_emb/` may be missing. index_dir: where captions are indexed, see
+    flat.open_index. `self.captions` is {shard number: file of captions}, or {} if there are none.
+    `self.width` is D, the width of image and text embeddings.
 
     `fetch` returns {"image_embed" (n, D), "text_embed" (n, D), "text_enc" (n, L, E), "caption"
     list}, in float32. A row is unusable if one of its embeddings is all zero, not finite, or much
@@ -159,12 +160,12 @@ class Embeddings:
         if missing:
             self.captions = {}
         self.caption_paths = [self.captions.get(number) for number in self.images.sizes]
-        if captions:  # make it now, on all ranks, before there are workers
+        if captions:  # build it now, on all ranks, before workers start
             self.index  # noqa: B018
 
     @functools.cached_property
     def index(self):
-        """The flat.Index of the captions, made when they are first used."""
+        """The flat.Index of the captions, built on first use."""
         sizes = list(self.images.sizes.values())
 
         def lines(shard):
@@ -185,7 +186,7 @@ class Embeddings:
         return order.split_indices(len(self), name, validation, test, seed)
 
     def fault(self, index):
-        """Name of an unusable row, and the reason; "" if it is usable."""
+        """Why a row is unusable, with its name; "" if it is usable."""
         indices = np.array([index])
         if self.with_captions:
             try:
@@ -199,12 +200,12 @@ class Embeddings:
         return "" if usable else f"{name} row {row}: {reason}"
 
     def fetch(self, indices, random_bits=None):
-        """Read samples in any order; nothing is random."""
+        """Read samples in any order. Nothing is random, so `random_bits` is ignored."""
         batch, usable = self._embeddings(indices)
         if self.with_captions:
             try:
                 batch["caption"] = self.texts(indices)
-            except UserError:  # at least one is unusable
+            except UserError:  # at least one caption is unreadable
                 usable = np.array([not self.fault(index) for index in indices])
         return batch, usable
 
@@ -215,13 +216,13 @@ class Embeddings:
             batch[name] = torch.from_numpy(table[indices])
             length = batch[name].flatten(1).norm(dim=1)
             usable &= length.isfinite()
-            if name != "text_enc":  # its padding is all zero
+            if name != "text_enc":  # its length varies with the padding
                 ratio = length / table.median_norm
-                usable &= ratio.log().abs() < MAX_LOG_RATIO  # false for zero
+                usable &= ratio.log().abs() < MAX_LOG_RATIO  # false for a zero vector
         return batch, usable.numpy()
 
     def texts(self, indices):
-        """The captions of samples."""
+        """The captions of samples; UserError if one cannot be read."""
         return [record["caption"] for record in self.records(indices)]
 
     def records(self, indices):
@@ -237,9 +238,10 @@ class Embeddings:
         return records
 
     def check(self):
-        """Check up to 100,000 evenly spaced rows: (number unusable, number checked, first faults).
+        """Check the embeddings of up to 100,000 evenly spaced rows.
 
-        UserError if more than one in a hundred is unusable.
+        Returns (number unusable, number checked, first faults). UserError if more than 1 % are
+        unusable.
         """
         checked = order.evenly_spaced(len(self), 100_000)
         unusable = []
@@ -255,9 +257,9 @@ class Embeddings:
         return len(unusable), len(checked), faults
 
     def fingerprint(self):
-        """Values that change when the data change: rows, width, digest of the files' beginnings.
+        """Values that change when the data change: number of rows, width, digest of the files.
 
-        Only images and captions count, because a run may take its texts from either source.
+        Text embeddings do not count, because a run may compute them from captions instead.
         """
         paths = [*self.images.paths.values(), *self.captions.values()]
         return {"rows": len(self), "width": self.width, "digest": files.digest_of(paths)}
@@ -268,8 +270,8 @@ def write_shards(
 ):
     """Write embeddings (N, D) and optionally token encodings (N, L, E) as shards.
 
-    records: N captions [{"caption": text}], or []. Earlier shards in `folder` are deleted, so that
-    two sets of embeddings never mix. float16 is kept; everything else becomes float32.
+    records: N dicts {"caption": text}, or [] for none. Earlier shards in `folder` are deleted, so
+    that two sets of embeddings never mix. float16 arrays stay float16, others become float32.
     """
     folder = Path(folder)
     tables = {"img_emb": image_embeddings, "text_emb": text_embeddings}

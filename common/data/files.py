@@ -1,4 +1,4 @@
-"""Shared by all datasets: finding files, reading texts and captions, unusable samples."""
+"""Helpers for all datasets: find files, read texts and captions, check samples."""
 
 import hashlib
 import os
@@ -24,10 +24,10 @@ def mark_output(folder):
 
 
 def files_below(folder):
-    """Sorted paths of the files below a folder. Links to folders are followed, each folder once.
+    """Sorted paths of the files below a folder. Links are followed; each folder is read once.
 
-    Runs and other outputs of this project are skipped, with a note: they are not data, and change.
-    `folder` itself may be one.
+    Hidden folders are skipped. So are runs and other output of this project, with a note, because
+    they are not data, and may change. Only `folder` itself may be such output.
     """
     entered = set()
     outputs = []
@@ -53,27 +53,27 @@ def files_below(folder):
 
 
 def fail_if_refused(error):
-    """Make os.walk fail if a folder may not be read; its samples would be missing silently."""
+    """Make os.walk fail at a folder without read permission, instead of skipping its samples."""
     if isinstance(error, PermissionError):
         raise error
 
 
 def decode_text(content, name):
-    """Decode `content` (bytes) as UTF-8; UserError."""
-    with config.explained(f"{name}: not text in UTF-8; save it as UTF-8"):
+    """Decode `content` (bytes) as UTF-8; UserError if it is not UTF-8."""
+    with config.explained(f"{name}: not UTF-8 text; save it as UTF-8"):
         text = content.decode("utf-8-sig")
-        if "\0" in text:  # UTF-16
+        if "\0" in text:  # UTF-16, for example
             raise ValueError("contains zero bytes")
         return text
 
 
 def nfc(text):
-    """A text or file name in NFC. macOS writes accents of file names as separate characters."""
+    """Normalize a text or file name to NFC. macOS splits accents from letters in file names."""
     return unicodedata.normalize("NFC", text)
 
 
 def caption_in(record):
-    """The "caption" of a dict, or its "text", as in the package datasets; KeyError."""
+    """The "caption" of a dict or, as in the package datasets, its "text". KeyError without both."""
     for name in ("caption", "text"):
         if name in record:
             return record[name]
@@ -81,9 +81,9 @@ def caption_in(record):
 
 
 def clean_caption(value):
-    """The caption of a sample: a text, or the first of a list of texts; TypeError.
+    """Convert a caption as stored in a file to a text without surrounding spaces.
 
-    None and an empty list are "".
+    Of a list of texts, the first is used. None and an empty list give "". Else, TypeError.
     """
     if isinstance(value, list):
         value = value[0] if value else None
@@ -94,7 +94,7 @@ def clean_caption(value):
 
 
 def check_samples(dataset, limit=128):
-    """Check 256 evenly spaced samples: (number unusable, number checked, the first faults).
+    """Check up to 256 evenly spaced samples: (number unusable, number checked, first faults).
 
     UserError if more than `limit`, or all, are unusable. A note counts duplicates.
     """
@@ -120,7 +120,7 @@ def check_samples(dataset, limit=128):
 
 
 def digest_of(files):
-    """16 digits that change with names or sizes of `files`, or with the start of 100 of them."""
+    """A digest (16 digits) of names and sizes of `files`, and of the start of up to 100 of them."""
     sizes = [(file.name, file.stat().st_size) for file in files]
     digest = hashlib.sha256(repr(sizes).encode())
     for number in order.evenly_spaced(len(files), 100):
@@ -130,7 +130,7 @@ def digest_of(files):
 
 
 def stamps(files):
-    """(path, size, time of last modification) of each of `files`."""
+    """[(path, size in bytes, modification time in nanoseconds)] of `files`."""
     found = []
     for file in files:
         status = file.stat()
@@ -139,7 +139,10 @@ def stamps(files):
 
 
 def texts_of(text, path):
-    """[text], or the lines of the file `path`, without blank ones; UserError if all are blank."""
+    """The lines of the file `path` or, without a path, [text].
+
+    Blank texts are left out. UserError if all are blank, unless both arguments are "".
+    """
     texts = [text]
     if path:
         texts = decode_text(Path(path).read_bytes(), path).splitlines()

@@ -1,9 +1,9 @@
-"""An index of millions of samples in flat files, made once, and mapped by all ranks and workers.
+"""An index of millions of samples in flat files, which all ranks and workers memory-map.
 
     FOLDER/DIGEST/NAME.npy        a column: an array, or the concatenated bytes of texts
-    FOLDER/DIGEST/NAME.ends.npy   the end of each text
+    FOLDER/DIGEST/NAME.ends.npy   the end of each text, in bytes
     FOLDER/DIGEST/complete        an empty file, written last
-    FOLDER/DIGEST/N.npz           before that: the columns of source N, such as a tar
+    FOLDER/DIGEST/N.npz           temporary: the columns of source N, such as a tar
 """
 
 import atexit
@@ -25,25 +25,26 @@ from common.data import files
 class Index:
     """Columns with one row per sample: index[name] is a memory-mapped array.
 
-    It uses no memory of the process, only the system's file cache, which processes share.
+    The arrays take no memory in the process. They are in the system's file cache, which all
+    processes share.
     """
 
     def __init__(self, place):
         self.place = place
         self.columns = {path.stem: self.scan(path.stem) for path in place.glob("*.npy")}
 
-    def __reduce__(self):  # workers map the same files
+    def __reduce__(self):  # spawned workers map the same files
         return Index, (self.place,)
 
     def __getitem__(self, name):
         return self.columns[name]
 
     def scan(self, name):
-        """A column for reading all of it: its own mapping, which is freed with the array."""
+        """A column with its own mapping, for reading all of it: deleting the array unmaps it."""
         return np.asarray(np.load(self.place / f"{name}.npy", mmap_mode="r"))
 
     def texts(self, name, indices):
-        """The texts (bytes) of samples from a column of texts."""
+        """The texts (bytes) of the samples `indices`, from the text column `name`."""
         ends = self[f"{name}.ends"]
         indices = np.asarray(indices, np.int64)
         starts = np.where(indices, ends[indices - 1], 0)
@@ -52,15 +53,16 @@ class Index:
 
 
 def open_index(folder, identity, count, make):
-    """The Index of `count` sources: the concatenated columns of `make(number)`.
+    """Open the Index of `count` sources, such as tars. It is built if it does not exist yet.
 
-    make(number) -> {column: array (n,), or list of n texts (bytes)} for a source, such as a tar. It
-    is made once, below `folder`, or until the process exits if there is no folder. A change of
-    `identity`, plain values, or of the code in the module of `make` makes a new one.
+    make(number) -> {column: array (n,), or list of n texts (bytes)} for one source. The index has
+    these columns, concatenated over all sources. It is stored below `folder` or, without a folder,
+    in a temporary folder until the process exits. A new index is built if `identity` (plain
+    values), or the code of the module that defines `make`, has changed.
 
-    Ranks that call this at the same time each make a share, then what is missing, as after a
-    failure. It is not collective: each source is locked while it is made, and others wait. Finished
-    sources are kept, so that a kill loses only one source per rank.
+    Not collective. Ranks that call this at the same time build a share of the sources each, and
+    then any that are still missing, for example after a failure. A source is locked while a rank
+    builds it. Finished sources are kept, so that a kill loses at most one source per rank.
     """
     code = inspect.getsource(sys.modules[make.__module__])
     digest = order.hash_of(repr((identity, code)).encode())
@@ -82,14 +84,14 @@ def open_index(folder, identity, count, make):
                 complete.touch()
         for path in (*parts, *place.glob("*.lock")):
             path.unlink(missing_ok=True)
-    with config.explained(f"{place}: damaged; remove this folder, and it will be made again"):
+    with config.explained(f"{place}: damaged; remove this folder, and it will be rebuilt"):
         return Index(place)
 
 
 def _writable(folder):
-    """`folder`, marked as output, or a temporary folder if there is none or it is not writable."""
+    """`folder`, marked as output. If it is empty or not writable, a temporary folder."""
     if folder:
-        with contextlib.suppress(OSError):  # as when evaluating a run of someone else
+        with contextlib.suppress(OSError):  # such as another user's run
             files.mark_output(folder)
             return folder
     folder = tempfile.mkdtemp()
@@ -99,7 +101,7 @@ def _writable(folder):
 
 @contextlib.contextmanager
 def _locked(path):
-    """Context for one process at a time, if the file system has locks."""
+    """Context that one process at a time can enter for `path`, if the file system has locks."""
     with open(f"{path}.lock", "w") as file:
         checkpoint.lock(file, wait=True)
         yield
@@ -127,7 +129,7 @@ def _write_part(path, columns):
 
 
 def _join(parts):
-    """Concatenate parts to columns, one part at a time, as they may be larger than memory."""
+    """Concatenate the columns of parts, one part at a time: all together may exceed the memory."""
 
     def read(name):
         for part in parts:
@@ -140,7 +142,7 @@ def _join(parts):
     for name in names:
         sizes = [(len(array), array.dtype) for array in read(name)]
         lengths, dtypes = zip(*sizes)
-        dtype = np.result_type(*dtypes)  # strings get the width of the longest
+        dtype = np.result_type(*dtypes)  # strings get the width of the longest one
         header = {
             "descr": np.lib.format.dtype_to_descr(dtype),
             "fortran_order": False,

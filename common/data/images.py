@@ -27,33 +27,35 @@ from common.models import pixels
 IMAGES = ("jpg", "jpeg", "png", "webp")
 CAPTIONS = ("txt", "json")
 USED = {*IMAGES, *CAPTIONS, "npy"}
-# Patterns of file names: (folders and KEY, extension). Hidden files do not match. In a tar, KEY
-# ends at the first dot, as in webdataset; in a folder, it ends at the last dot.
+# Patterns of file names, with two groups: KEY with its folders, and the extension. Hidden files do
+# not match. In a tar, KEY ends at the first dot, as in webdataset; in a folder, at the last dot.
 TAR_NAME = r"(?s)((?:.*/)?[^/.]+)\.?([^/]*)"
 FILE_NAME = r"(?s)((?:.*/)?[^/.][^/]*?)(?:\.|\Z)([^/.]*)"
 FILE = [("extension", "S5"), ("offset", np.int64), ("size", np.int64)]
 ENTRY = np.dtype([("tar", np.int32), ("image", FILE), ("caption", FILE), ("embedding", FILE)])
 BUILTIN_ROWS = 25_000  # number of captioned shapes
-# The middle of the places of a square. With 1/2, an even number of places would give the later one.
+# int(MIDDLE * n) is the middle one of n possible positions of a square. If n is even, it is the
+# first of the middle two; 1/2 would give the second.
 MIDDLE = 0.4999999
-# Instead of random numbers: the largest square, in the middle, not mirrored.
+# Used in place of random numbers (area, down, right, mirror): the largest central square.
 CENTRAL = (1, MIDDLE, MIDDLE, 1)
 
 
 def decode_image(content, name):
     """Decode the image file `content` (bytes) to uint8 RGB (H, W, 3). Unusable if it is damaged.
 
-    The image is rotated by its EXIF. Transparent pixels become white. 16 bits become 8.
+    The image is rotated as its EXIF says. Transparent images get a white background. 16-bit gray
+    becomes 8-bit gray.
     """
     Image = config.need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
     from PIL import ImageOps, PngImagePlugin
 
     if not hasattr(Image.Image, "has_transparency_data"):
         raise UserError("images need pillow 10.1: pip install 'pillow>=10.1'")
-    # Some tools store workflows in PNG texts, which are longer than Pillow's limit.
+    # Some tools store workflows in PNG text chunks, beyond Pillow's default limit.
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
     with config.explained(f"{name}: not a readable image", Unusable):
-        # Other formats are refused, because Pillow runs external programs for some.
+        # Only these formats are safe: for some others, Pillow runs external programs.
         image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))
         image.load()
         with contextlib.suppress(Exception):  # ignore a damaged EXIF
@@ -71,13 +73,13 @@ def decode_image(content, name):
 
 
 class CaptionedImages:
-    """Numbered images with captions.
+    """Captioned images in tars or in a folder, numbered from 0.
 
-    path: tars, see `find_tars`, or a folder of images. They contain KEY.jpg|png|webp with KEY.txt
-    or KEY.json. They are indexed once, see flat.open_index, and then read at random. A note counts
-    skipped files.
+    path: tars, see `find_tars`, or a folder of images. An image is KEY.jpg, .jpeg, .png or .webp,
+    and its caption is KEY.txt or KEY.json. Files are indexed once, see flat.open_index, and then
+    read in any order. A note counts skipped files.
 
-    Images without a caption are skipped. Without `needs_captions` they are used, and a missing or
+    needs_captions: skip images without a caption. Otherwise, they are used, and a missing or
     damaged caption is "".
     """
 
@@ -113,10 +115,10 @@ class CaptionedImages:
             )
 
     def _columns(self, number, stamps):
-        """The columns of the index for a tar, by its number, or for the folder.
+        """The index columns of tar `number`, or of the folder.
 
-        keys: of images. entries: where their files are. unused: counts for the note, as one text.
-        stamps: see files.stamps.
+        "keys": the KEY of each image. "entries": where its files are. "unused": counts of skipped
+        files, for the note, as JSON. stamps: see files.stamps.
         """
         unused = collections.Counter()  # {kind: number of files}
         pattern = TAR_NAME
@@ -150,11 +152,11 @@ class CaptionedImages:
         return len(self.index["entries"])
 
     def key(self, index):
-        """KEY of an image in NFC, with its folders in the tar or below `path`."""
+        """The KEY of an image, in NFC, including its folders in the tar or below `path`."""
         return os.fsdecode(self.index["keys"][index])
 
     def split(self, name, validation, test, seed=0):
-        """The samples of "train", "validation" or "test", see order.split_hashes."""
+        """Indices of the split "train", "validation" or "test", see order.split_hashes."""
         index = flat.open_index(
             self.index.place.parent,
             [self.index.place.name, seed],
@@ -164,7 +166,7 @@ class CaptionedImages:
         return order.split_hashes(index["hashes"], name, validation, test)
 
     def name(self, index, kind="image"):
-        """Path of the "image", "caption" or "embedding" of a sample, or its tar and member."""
+        """Path, or "TAR: MEMBER", of the "image", "caption" or "embedding" of a sample."""
         entry = self.index["entries"][index]
         member = f"{self.key(index)}.{entry[kind]['extension'].decode()}"
         if self.tars:
@@ -172,7 +174,7 @@ class CaptionedImages:
         return f"{self.path}/{self.renamed.get(member, member)}"
 
     def read(self, index, kind):
-        """The bytes of the "image", "caption" or "embedding" of a sample."""
+        """The bytes of the "image", "caption" or "embedding" of a sample; raises Unusable."""
         entry = self.index["entries"][index]
         name = self.name(index, kind)
         path = self.tars[entry["tar"]] if self.tars else name
@@ -181,7 +183,7 @@ class CaptionedImages:
             return file.read(entry[kind]["size"])
 
     def image(self, index):
-        """An image, uint8 (H, W, 3), see `decode_image`."""
+        """An image, uint8 (H, W, 3), see `decode_image`; raises Unusable."""
         return decode_image(self.read(index, "image"), self.name(index))
 
     def caption(self, index):
@@ -200,7 +202,7 @@ class CaptionedImages:
         return ""
 
     def texts(self, indices):
-        """The captions of those samples that have one. Images are not read."""
+        """The captions of samples, without unusable ones. Images are not read."""
         texts = []
         for index in indices:
             with contextlib.suppress(Unusable):
@@ -209,7 +211,7 @@ class CaptionedImages:
 
 
 def find_tars(path):
-    """The tars that `path` names: a tar, a folder of *.tar, or "FOLDER/{00000..00219}.tar"."""
+    """List the tars at `path`: a tar, a folder (maybe without tars), or "A/{00000..00219}.tar"."""
     if path.is_dir():
         return sorted(path.glob("[!.]*.[tT][aA][rR]"))
     braces = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", str(path))
@@ -221,11 +223,12 @@ def find_tars(path):
 
 
 def list_tar(tar, unused):
-    """[(name, offset, size)] of the files in a tar. UserError if it is damaged or not a tar.
+    """List [(name, offset, size)] of the files in a tar. UserError if it is damaged or not a tar.
 
-    A link has offset and size of its target. `unused` counts other links, and devices.
+    A link gets the offset and size of its target. Other links, and devices, are only counted in
+    `unused`.
     """
-    members = []  # (name, place), where place is (offset, size) or the target of a symbolic link
+    members = []  # (name, place): place is (offset, size), or the target of a symbolic link
     places = {}  # {path: its last place}
     damaged = config.explained(
         f"{tar}: corrupt or truncated, or not a tar; expected uncompressed tars, or a folder of "
@@ -246,26 +249,26 @@ def list_tar(tar, unused):
                 places[path] = place
                 members.append((each.name, place))
         file.seek(archive.offset)
-        if file.read(512) != bytes(512):  # at damage, tarfile stops silently
+        if file.read(512) != bytes(512):  # tarfile stops at damage without an error
             raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
     listing = []
     for name, place in members:
         place = places.get(place, place)  # resolve symbolic links
         if isinstance(place, tuple):
             listing.append((name, *place))
-    unused["links to no file in the tar, or devices"] += len(members) - len(listing)
+    unused["unresolved links or devices"] += len(members) - len(listing)
     return listing
 
 
 def group(members, pattern, unused):
-    """Samples (folders and KEY, {lowercase extension: (extension, offset, size)}).
+    """Group files into samples (KEY, {lowercase extension: (extension, offset, size)}).
 
-    members: (name, offset, size) of files; hidden ones do not match `pattern`. unused: counts files
-    that are not part of a sample.
+    KEY includes folders. members: (name, offset, size) of files. Names that do not match `pattern`,
+    such as those of hidden files, are ignored. unused: a Counter of the files that are not used.
 
-    The files of a KEY form one sample, wherever they are, because captions may be stored apart from
-    images. A second file with the same extension begins a new sample, and the last sample of a KEY
-    counts, as the last file of a name does in tar.
+    All files with the same KEY form a sample, even if they are far apart in a tar, because captions
+    may be stored apart from images. A second file with the same extension begins a new sample of
+    this KEY, which replaces the first, as a later file of the same name does in tar.
     """
     samples = {}  # {KEY: its last sample}
     for name, offset, size in members:
@@ -284,7 +287,7 @@ def group(members, pattern, unused):
 
 
 def pick(sample, kinds):
-    """The files of a sample that have an extension in `kinds`."""
+    """The files of a sample with an extension in `kinds`, in the order of `kinds`."""
     return [sample[kind] for kind in kinds if kind in sample]
 
 
@@ -293,18 +296,20 @@ def pick(sample, kinds):
 
 @dataclasses.dataclass(eq=False)
 class Pictures(CaptionedImages):
-    """Captioned images as squares, with embeddings of the whole images.
+    """A dataset of captioned images, cropped to squares, with embeddings of the whole images.
 
-    Embeddings are KEY.npy in the tars or beside loose images, or img_emb_NNNNN.npy beside
-    NNNNN.tar. In the latter, a key is the digits of its tar followed by the number of the row, as
-    img2dataset writes it. Without embeddings, `width` is None.
+    Embeddings are KEY.npy, in the tars or beside the images, or img_emb_NNNNN.npy beside NNNNN.tar.
+    For the latter, KEY must be NNNNN followed by the number of the row, as img2dataset writes it.
+    `width` is D, or None without embeddings.
 
     `fetch` returns the usable samples as {"image": uint8 (n, size, size, 3), "image_embed": float32
     (n, D), "clip_image": uint8 (n, C, C, 3) if C = `clip_size` is not 0, "caption": list}. An image
-    is the central square or, with random bits, a random square of `crop_scale` to 1 of the area,
-    mirrored with probability 0.5 if `flip`. "clip_image" is of the same crop; if no embeddings are
-    stored, a CLIP computes them from it. A sample is unusable if its embedding is missing, all zero
-    or not finite, or if its image is damaged or smaller than `size`.
+    is cropped to the largest central square. With random bits, it is cropped to a random square
+    with `crop_scale` to 1 of that area, and mirrored with probability 0.5 if `flip`. "clip_image"
+    is the same crop: a CLIP computes embeddings from it if none are stored.
+
+    A sample is unusable if its embedding is missing, all zero or not finite, if its image is
+    damaged or smaller than `size`, or if its caption is needed and cannot be read.
     """
 
     path: Path
@@ -321,12 +326,12 @@ class Pictures(CaptionedImages):
         self.width = None
         sizes = self.index.scan("entries")["embedding"]["size"]
         inside = np.flatnonzero(sizes)[:100]
-        for index in inside:  # the first ones may be damaged
+        for index in inside:  # the first embeddings may be damaged
             with contextlib.suppress(Unusable):
                 self.width = len(self._embedding(index))
                 break
         if len(inside) and not self.width:
-            self._embedding(inside[0])  # raises the reason
+            self._embedding(inside[0])  # raises Unusable with the reason
         if self.tars and not len(inside):
             self.beside = embeddings.shard_files(self.tars[0].parent, "img_emb", ".npy")
         for path in self.beside.values():
@@ -339,14 +344,15 @@ class Pictures(CaptionedImages):
         with config.explained(f"{name}: no usable embedding", Unusable):
             if self.beside:
                 tar = self.tars[self.index["entries"][index]["tar"]].stem
-                row = np.uint64(posixpath.basename(self.key(index)).removeprefix(tar))  # never -1
+                # uint64, because a row of -1 would silently be the last row.
+                row = np.uint64(posixpath.basename(self.key(index)).removeprefix(tar))
                 table = embeddings.open_npy(self.beside[int(tar)])
             else:
                 table = [np.load(io.BytesIO(self.read(index, "embedding")))]
-        if row >= len(table):  # other rows may belong to other images as well
+        if row >= len(table):  # other rows may then be wrong as well
             raise UserError(
-                f"{name}: its embedding would be row {row} of the {len(table)} beside its tar; "
-                "expected a row for each number in the keys, also for missing images"
+                f"{name}: needs row {row} (from 0) of the {len(table)} embeddings beside its tar; "
+                "expected a row for each number, also for missing images"
             )
         with config.explained(f"{name}: no usable embedding", Unusable):
             values = table[row].astype(np.float32)
@@ -358,19 +364,19 @@ class Pictures(CaptionedImages):
             return values.ravel()
 
     def fetch(self, indices, random_bits=None):
-        """Read samples in any order, augmented if there are random bits."""
+        """Read samples in any order. They are augmented if there are random bits."""
         uniform = order.uniform(random_bits, len(indices), CENTRAL)
         samples = []
         usable = np.zeros(len(indices), bool)
         for i, index in enumerate(indices):
-            with contextlib.suppress(Unusable):  # ChunkDataset replaces it
+            with contextlib.suppress(Unusable):  # ChunkDataset replaces the sample
                 samples.append(self._sample(index, uniform[i]))
                 usable[i] = True
         batch = torch.utils.data.default_collate(samples) if samples else {}
         return batch, usable
 
     def _sample(self, index, uniform=CENTRAL):
-        """The entries of `fetch` for one image; `uniform`: four random numbers in [0, 1)."""
+        """Read one sample for `fetch`; raises Unusable. uniform: four random numbers in [0, 1)."""
         image = self.image(index)
         area, down, right, mirror = uniform
         height, width, _ = image.shape
@@ -401,7 +407,7 @@ class Pictures(CaptionedImages):
         return sample
 
     def fault(self, index):
-        """Name of an unusable image, and the reason; "" if it is usable."""
+        """Why a sample is unusable, with its name; "" if it is usable."""
         try:
             self._sample(index)
         except Unusable as error:
@@ -412,7 +418,7 @@ class Pictures(CaptionedImages):
         return hash(self.read(index, "image"))
 
     def check(self):
-        """See files.check_samples. UserError if most of the images are unusable."""
+        """See files.check_samples. UserError if most samples are unusable."""
         return files.check_samples(self)
 
     def fingerprint(self):
@@ -428,9 +434,9 @@ class Shapes(embeddings.Embeddings):
     """The built-in captioned shapes, with the embeddings that embed.builtin_data writes.
 
     `fetch` returns {"image": uint8 (n, size, size, 3), "image_embed" (n, D), "text_embed" (n, D),
-    "caption": list}. Images below 32 pixels are averages of 32-pixel ones. There are no crops and
-    flips, because captions mention places. `records` have "caption", "attributes", and "named",
-    those that the caption mentions.
+    "caption": list}. Images smaller than 32 pixels are averages of 32-pixel ones. None is cropped
+    or flipped, because captions mention places. `records` have "caption", "attributes", and
+    "named", the names of the attributes that the caption mentions.
     """
 
     def __init__(self, folder, size, index_dir=None):
@@ -445,12 +451,12 @@ class Shapes(embeddings.Embeddings):
 
 
 def caption_accuracy(dataset, indices, fake, real):
-    """{metric: [True if the image shows everything that its caption mentions]}.
+    """Return {metric: [True if an image shows everything that its caption mentions]}.
 
-    fake, real: uint8 images (B, H, H, 3) of the samples `indices`. {} unless `dataset` is the
-    built-in one.
+    fake, real: generated and real images, uint8 (B, H, H, 3), of the samples `indices`. {} unless
+    `dataset` is the built-in one, and H a multiple of 16.
     """
-    # The classifier takes averages of 16 x 16 boxes.
+    # The classifier averages images to 16x16 pixels.
     if not isinstance(dataset, Shapes) or real.shape[1] % 16:
         return {}
     records = dataset.records(indices)

@@ -1,4 +1,4 @@
-"""PNG files with numpy and zlib, and grids of images with captions."""
+"""Encode PNG files with numpy and zlib, and arrange images with captions in a grid."""
 
 import math
 import struct
@@ -10,8 +10,8 @@ import numpy as np
 GAP = 4  # pixels between the images of a grid
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:'!?-+()/"
-# Six bytes per character, one for each column, with the lowest bit at the top; the sixth is the gap
-# to the next character. The last character is a box, for all characters without a glyph.
+# A glyph is six bytes, one per column; the lowest bit is the top pixel. The sixth column is the gap
+# to the next character. The last glyph is a box, for all other characters.
 FONT = (
     "2054545478007f4444443800384444442800384444447f0038545454180000087e09020018a4a4a47c007f040404"
     "780000447d4000004080847d00007f102844000000417f4000007c04780478007c0804047800384444443800fc24"
@@ -38,11 +38,11 @@ def png(image):
 
     height, width, _ = image.shape
     header = struct.pack(  # (§11.2.2)
-        ">IIBB3x",  # three zeros at the end: the default methods
+        ">IIBB3x",  # three zeros at the end: compression, filter and interlace methods
         width,
         height,
-        8,  # bits
-        2,  # color
+        8,  # bits per color
+        2,  # RGB
     )
     lines = image.reshape(height, -1)
     lines = np.insert(lines, 0, 0, axis=1)  # a 0 before each line: no filter (§9)
@@ -51,9 +51,10 @@ def png(image):
 
 
 def captioned_grid(images, captions, columns):
-    """Arrange images, uint8 (N, H, W, 3), in rows of `columns` on white -> uint8 (H', W', 3).
+    """Arrange images, uint8 (N, H, W, 3), in a grid of `columns` columns: uint8 (H', W', 3).
 
-    Images are enlarged to at least 96 pixels. Below each there is room for four lines of caption.
+    Images are enlarged to a width of at least 96 pixels. Below each image is its caption, in up to
+    four lines. The background is white.
     """
     scale = math.ceil(96 / images.shape[2])
     images = images.repeat(scale, axis=1).repeat(scale, axis=2)

@@ -1,6 +1,6 @@
-"""Audio files; datasets of recordings (see loader.py).
+"""Read audio files; datasets of recordings (see loader.py).
 
-The standard library reads WAV files of 16-bit PCM. soundfile reads all others (WAV of 24 bits,
+The standard library reads WAV files of 16-bit PCM. soundfile reads the others (WAV of 24 bits,
 floats, mu-law or ADPCM, flac, ogg, opus, mp3, aiff, au). Waves are floats in [-1, 1], time last.
 """
 
@@ -28,18 +28,18 @@ SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus", ".aiff", ".aif", ".au")
 # Seconds to decode before a crop: MP3 has a bit reservoir, Vorbis has pages of several seconds.
 LEAD = {"MP3": 2, "OGG": 5}
 RATES = range(1_000, 768_001)  # Hz
-MAX_SAMPLE = 4e9  # some files have 32-bit integers as floats; squares of 1e20 would overflow
+MAX_SAMPLE = 4e9  # allows 32-bit integers stored as floats; a square of 1e20 would overflow
 CROP_SECONDS = 1  # length of crops in evaluation
-EXCERPT_SECONDS = 10  # maximum length of recordings that are evaluated as a whole
-SHIFT_RATE = 50  # shifts are parts of 1/50 s, a frame of semantic tokens
+EXCERPT_SECONDS = 10  # recordings that are evaluated as a whole are cut to this length
+SHIFT_RATE = 50  # shifts are fractions of 1/50 s, one frame of semantic tokens
 
-# Names of folders for one kind of files, such as wav48 and txt in VCTK. Without these, a recording
+# Folders for one kind of file, such as wav48 and txt in VCTK. Without them in the path, a recording
 # and its transcript have the same path.
 KINDS = (
     r"(?i)/((wav|flac)s?(_?\d\d[^/]*)?|mp3|ogg|opus|audio|clips|recordings"
     r"|txt|texts?|transcripts?)(?=/)"
 )
-# Endings of a transcript's name, without .txt, after the name of its recording; the best first.
+# The transcript of a recording NAME is NAME + ENDING + .txt. The first that exists is used.
 ENDINGS = ("", *SUFFIXES, ".WAV", ".normalized", ".original")
 SPEAKER_CHAPTER = r"(?:^|/)(\d+)/(\d+)/\1[-_]\2[-_][^/]*$"  # LibriSpeech and LibriTTS
 
@@ -51,7 +51,8 @@ def read(path, start=0, stop=math.inf):
     """Read the samples `start` to `stop` of an audio file, by default all.
 
     Returns (wave, float32 numpy (C, T); sample rate; samples per channel in the file). Unusable if
-    the file is damaged, has samples that are huge or not finite, or if soundfile is missing.
+    the file is damaged, if its rate is not in RATES, if its samples are huge or not finite, or if
+    soundfile is needed but not installed.
     """
     if not Path(path).is_file():
         raise Unusable(f"{path}: not a file")  # opening a named pipe would wait forever
@@ -65,8 +66,8 @@ def read(path, start=0, stop=math.inf):
 
 
 def _read_pcm16(path, start, stop):
-    """Like `read`, or None unless the file is a complete WAV file of 16-bit PCM."""
-    # RuntimeError: chunks beyond the end of the file. OSError: a read error of the disk.
+    """Like `read`, but returns None unless the file is a complete WAV file of 16-bit PCM."""
+    # RuntimeError: chunks beyond the end of the file. OSError: a disk read error.
     errors = (wavfile.Error, EOFError, RuntimeError, OSError)
     with contextlib.suppress(*errors), wavfile.open(str(path)) as file:
         channels, width, rate, frames, *_ = file.getparams()
@@ -87,7 +88,7 @@ def _read_by_soundfile(path, start, stop):
             lead = LEAD.get(file.format, 0) * file.samplerate
             first = max(0, start - lead)
             file.seek(first)
-            count = min(stop, file.frames) - first  # one call, as soundfile seeks after each
+            count = min(stop, file.frames) - first  # read once, as soundfile seeks after each read
             samples = file.read(count, dtype="float32", always_2d=True)
             return samples[start - first :].T, file.samplerate, file.frames
 
@@ -111,15 +112,16 @@ def mix_down(channels, path):
 
 
 class Recordings:
-    """A dataset of the audio files below a folder, resampled to `rate`, mono, of equal loudness.
+    """A dataset of the audio files below a folder, as mono waves at `rate` with equal loudness.
 
     All crops of a recording have the same gain, which brings the whole recording to a root mean
     square of LOUDNESS. For transcripts see `read_transcripts`. A note counts recordings, speakers,
     transcripts, and other files.
 
-    The speaker of a file is the first group of the regular expression `pattern` in the path below
-    `path`, if given; else the folder, or the folder above in trees of LibriSpeech and LibriTTS
-    (SPEAKER/CHAPTER/SPEAKER_CHAPTER_…). For files directly in `path` it is unknown: "".
+    The regular expression `pattern`, if given, is searched in the file's path below `path`. Its
+    first group is the speaker. Otherwise, the speaker is the name of the file's folder or, for
+    LibriSpeech and LibriTTS (SPEAKER/CHAPTER/SPEAKER_CHAPTER_…), of the folder above. The speaker
+    of files directly in `path` is unknown: "".
 
     crop: samples per training crop. hop_length: samples per frame; shorter recordings are unusable.
     """
@@ -144,7 +146,7 @@ class Recordings:
         audio = []
         others = []
         for file in files.files_below(path):
-            if not file.name.startswith("."):  # hidden, such as ._NAME.wav of macOS
+            if not file.name.startswith("."):  # skip hidden files, such as macOS's ._NAME.wav
                 kind = audio if file.suffix.lower() in SUFFIXES else others
                 kind.append(file.relative_to(path))
         if not audio:
@@ -164,9 +166,9 @@ class Recordings:
         return len(self.names)
 
     def repeat(self, shifts):
-        """Make `shifts` copies of each recording, which begin 0, 1, 2, … parts of 1/50 s later.
+        """Make `shifts` copies of each recording. Copy k begins k / (50 `shifts`) s later.
 
-        Their tokens differ, which reduces overfitting. All copies are in the same split.
+        The copies have different tokens, which reduces overfitting. All are in the same split.
         """
         self.shifts = shifts
         for attribute in ("names", "texts", "speaker_of"):
@@ -175,14 +177,14 @@ class Recordings:
             setattr(self, attribute, repeated)
 
     def read(self, index, start, stop):
-        """The function `read` for a recording."""
+        """Call the function `read` for a recording."""
         return read(self.path / self.names[index], start, stop)
 
     def wave(self, index, length=math.inf, fraction=0.0):
-        """A crop of a recording, float32 (T,), at most `length` samples; by default all of it.
+        """A crop of a recording, float32 (T,), of at most `length` samples; by default all of it.
 
-        It begins at a multiple of `hop_length`, which `fraction` in [0, 1) chooses. Only the crop
-        is decoded. Unusable if the recording is damaged, or shorter than a frame.
+        It begins at a multiple of `hop_length`, chosen by `fraction` in [0, 1). Only the crop is
+        decoded. Unusable if the recording is damaged, or shorter than a frame.
         """
         _, file_rate, frames = self.read(index, 0, 0)
         self.rates[file_rate] += 1
@@ -197,8 +199,8 @@ class Recordings:
         starts = (total - length) // self.hop_length + 1
         start = first + int(fraction * starts) * self.hop_length
 
-        # `down` samples of the file become `up` samples. Reading whole blocks of these keeps the
-        # phase. Read a margin on both sides of the crop.
+        # Resampling turns each block of `down` samples into `up` samples. Begin reading at a block,
+        # so that the phase is kept, and read a margin on both sides of the crop.
         up, down = Fraction(self.rate, file_rate).as_integer_ratio()
         first_block = max(0, start // up - math.ceil(MARGIN / down))
         stop = resampled_length(start + length, self.rate, file_rate) + MARGIN
@@ -229,9 +231,9 @@ class Recordings:
         return self.levels[index]
 
     def load_usable(self, indices):
-        """{index: wave} of the recordings that are usable.
+        """{index: wave (T,)} of the usable recordings among `indices`.
 
-        Long ones are cut to EXCERPT_SECONDS, because encoding an hour takes minutes.
+        Long recordings are cut to EXCERPT_SECONDS, because encoding an hour takes minutes.
         """
         waves = {}
         for index in map(int, indices):
@@ -240,10 +242,11 @@ class Recordings:
         return waves
 
     def fetch(self, indices, random_bits=None):
-        """Crops ({"wave": float32 (B, T), "length": int64 (B,)}, usable: bool (B,)).
+        """Read crops: ({"wave": float32 (B, T), "length": int64 (B,)}, usable: bool (B,)).
 
-        With `random_bits` (B,) they have `crop` samples and random positions. Without, for
-        evaluation, they are CROP_SECONDS from the middle. Short recordings are padded with silence.
+        With `random_bits` (B,), crops have `crop` samples and random positions. Without, as in
+        evaluation, they are CROP_SECONDS from the middle. Short recordings are padded with silence;
+        "length" is their length before padding.
         """
         fractions = order.uniform(random_bits, len(indices), [0.5])
         fractions = fractions[:, 0]
@@ -258,7 +261,7 @@ class Recordings:
         return {"wave": waves, "length": lengths}, lengths.numpy() > 0
 
     def split(self, name, validation, test, seed=0):
-        """Indices (int64) of "train", "validation" or "test", by a hash of speakers or names."""
+        """Indices (int64) of "train", "validation" or "test", by hashes of speakers or names."""
         microphone = re.compile(r"_mic\d(?=\.)")  # VCTK has two microphones per utterance
         keys = [
             microphone.sub("", name)
@@ -269,7 +272,7 @@ class Recordings:
         return order.split_keys(keys, name, validation, test, seed)
 
     def fault(self, index):
-        """Name of a recording with an unusable first minute, and the reason; "" if usable."""
+        """Why the first minute of a recording is unusable, with its name; "" if it is usable."""
         try:
             self.wave(index, 60 * self.rate)
         except Unusable as error:
@@ -277,25 +280,25 @@ class Recordings:
         return ""
 
     def content_hash(self, index):
-        """A number that is equal for equal recordings with the same shift (see `repeat`)."""
+        """A hash of the beginning of a recording, and of its shift (see `repeat`)."""
         wave, *_ = self.read(index, 0, RATES[-1])
         return hash((wave.tobytes(), index % self.shifts))
 
     def check(self):
         """See files.check_samples. UserError if more than five files, or all, are unusable.
 
-        A note counts rates, if recordings are resampled.
+        A note lists the sample rates if recordings are resampled.
         """
         checked = files.check_samples(self, 5 * self.shifts)
         if set(self.rates) - {self.rate}:
-            counts = dict(self.rates)  # of the checked ones
+            counts = dict(self.rates)  # of the recordings checked
             config.note(f"{self.path}: recordings are resampled to {self.rate} Hz; rates: {counts}")
         return checked
 
     def fingerprint(self):
         """Plain values that change when the data change.
 
-        The digest is of names, speakers, transcripts, sizes, and the contents of some files.
+        The digest covers names, speakers, transcripts, file sizes, and the start of some files.
         """
         contents = files.digest_of([self.path / name for name in self.names])
         facts = repr((self.names, self.speaker_of, self.texts, contents, LOUDNESS))
@@ -304,13 +307,13 @@ class Recordings:
 
 
 def read_transcripts(folder, audio, others):
-    """The transcript, or "", of each of the files `audio`.
+    """The transcript of each of the files `audio`; "" if there is none.
 
-    All paths are relative to `folder`. A transcript is NAME.txt, NAME.normalized.txt, or else
-    NAME.original.txt (LibriTTS), or a line "NAME TEXT" of a *.trans.txt (LibriSpeech). It belongs
-    to the recordings NAME and NAME_mic1 in its folder. If its folder has no recordings, it belongs
-    to those whose path is the same without the folders in KINDS. These are VCTK's txt/p225 and
-    wav48/p225, but never folders of two speakers.
+    All paths are relative to `folder`. A transcript is a file NAME.txt, NAME.normalized.txt or
+    NAME.original.txt (LibriTTS), or a line "NAME TEXT" in a *.trans.txt file (LibriSpeech). It
+    belongs to the recordings NAME, NAME_mic1, NAME_mic2, … in the same folder. If that folder has
+    no recordings, it belongs to those with the same path apart from the folders in KINDS. In VCTK,
+    txt/p225 thus belongs to wav48/p225. The folders of two speakers never match.
 
     A note counts transcripts that are empty or have no recording. UserError if one is not text.
     """
@@ -320,7 +323,7 @@ def read_transcripts(folder, audio, others):
 
     paths = [files.nfc(abspath(folder / file)) for file in audio]
     places = set(map(dirname, paths))
-    transcripts = {}  # {key: (path of the recording, text or its file)}
+    transcripts = {}  # {key: (path of the recording, text or file with the text)}
     for file in others:
         rows = []
         if file.name.lower().endswith(".trans.txt"):
@@ -337,7 +340,7 @@ def read_transcripts(folder, audio, others):
     found = []
     used = set()
     for path in paths:
-        keys = []  # of possible transcripts, the best first
+        keys = []  # of possible transcripts, the best one first
         for place in (path, elsewhere(path)):
             stem, suffix = splitext(place)
             for name in (stem, re.sub(r"_mic\d$", "", stem)):  # VCTK's microphones share a text
@@ -356,7 +359,7 @@ def read_transcripts(folder, audio, others):
 
 
 def _speaker(path, pattern):
-    """The speaker of a file; path: below the folder of the data."""
+    """The speaker of a file, see Recordings. path: relative to the folder of the data."""
     if pattern:
         with config.explained(
             f"--speaker_pattern {pattern}: its group finds no speaker in {path}"

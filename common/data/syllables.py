@@ -1,4 +1,4 @@
-"""Scores of generated audio on the built-in recordings: which syllables, in which voice."""
+"""Score audio generated from the built-in recordings: are its syllables and its voice right?"""
 
 import numpy as np
 
@@ -6,22 +6,22 @@ from common.data import synthetic
 from common.models import audio, semantic
 
 MIN_SECONDS = 0.2  # shorter sounds have no measurable pitch
-MAX_TEXT_SECONDS = 2.0  # maximum length of audio for a text
+MAX_TEXT_SECONDS = 2.0  # maximum length of the audio generated for a text
 
 
 class SyllableScores:
-    """Scores the audio that a pipeline (train_audio.Pipeline) makes from recordings.Syllables.
+    """Scores audio that a pipeline (train_audio.Pipeline) generates for recordings.Syllables.
 
-    Scores are appended to `found`, a defaultdict {metric: values}. Metrics ending in _real are for
-    real recordings passed through the codec, an upper bound.
+    Scores are appended to `found`, a defaultdict {metric: values}. Metrics ending in _real score
+    real recordings that passed through the codec. They are an upper bound.
     """
 
     def __init__(self, pipeline, dataset, indices, found):
-        """indices: training recordings, which tell the syllable of each semantic token."""
+        """indices: training recordings, used to find the syllable of each semantic token."""
         self.pipeline = pipeline
         self.dataset = dataset
         self.found = found
-        # Tokens are unnamed clusters: give each the syllable in which it occurs most.
+        # Tokens are clusters without names: assign each to the syllable in which it occurs most.
         votes = np.zeros((pipeline.kmeans.clusters, len(synthetic.NAMES)))
         for index, wave in dataset.load_usable(indices).items():
             tokens = pipeline.kmeans.encode(wave)
@@ -37,7 +37,11 @@ class SyllableScores:
         sound,
         start,
     ):
-        """Score a recording (T,), and the `sound` that continues its samples before `start`."""
+        """Score a continuation.
+
+        wave (T,): the real recording. sound (T',): its first `start` samples, which are the prompt,
+        followed by generated audio.
+        """
         codec = self.pipeline.codec
         real = codec.decode(codec.encode(wave))
         self.add_text("text_heard_real", index, real)
@@ -45,7 +49,7 @@ class SyllableScores:
         prompt = self.voice(wave[:start])
         sounds = {"voice_kept_real": real, "voice_kept": sound}
         for name, whole in sounds.items():
-            is_long_enough = len(whole) >= least  # otherwise there is no continuation to compare
+            is_long_enough = len(whole) >= least  # else there is too little to compare
             kept = is_long_enough and synthetic.same_voice(prompt, self.voice(whole[start:]))
             self.found[name].append(kept)
 
@@ -58,7 +62,10 @@ class SyllableScores:
             self.add_text("text_heard", index, self.pipeline.codec.decode(codes))
 
     def add_text(self, name, index, wave):
-        """Add max(0, 1 - syllable error rate) of a wave (T,)."""
+        """Add max(0, 1 - syllable error rate) of a wave (T,) to the metric `name`.
+
+        index: the recording whose text is expected.
+        """
         labels = self.syllable_of_token[self.pipeline.kmeans.encode(wave)]
         syllables = synthetic.recognize_syllables(labels)
         text = self.dataset.texts[index].split()

@@ -4,8 +4,8 @@
     texts, speakers = synthetic.syllables(range(1_000))    # transcripts, int (1000,)
     wave = synthetic.speak(texts[0], speakers[0])          # float32 (T,) at 8 kHz
 
-Captions mention only some attributes, so that one caption fits many images, and a model has
-something to decide. The text and the speaker of a recording are independent. Sample k is a pure
+Captions mention only some attributes, so one caption fits many images, and a model must choose
+among them. The text and the speaker of a recording are independent. Sample k is a pure
 function of k, and all its attributes are known.
 """
 
@@ -27,7 +27,7 @@ def _triangle(x, y):
 
 def _star(x, y):
     radius = np.hypot(x, y)
-    # Map all five points of the star to half of one point.
+    # By symmetry, map all five points of the star onto half of one point.
     angle = np.arctan2(x, y) % (0.4 * np.pi)
     angle = np.minimum(angle, 0.4 * np.pi - angle)
     # Distance to the line from the tip (radius 1.12) to the inner corner (radius 0.5, 36 degrees).
@@ -56,8 +56,8 @@ def _moon(x, y):
 
 
 # Signed distances to the outlines of shapes that fill about [-1, 1]: negative inside, y upward,
-# exact near the outline. Rotated by a few degrees, the shapes still look different: there is no
-# hexagon (like the circle), and no diamond (like the square).
+# exact near the outline. The shapes still look different when rotated by a few degrees. So there is
+# no hexagon (like the circle), and no diamond (like the square).
 SHAPES = {
     "circle": lambda x, y: np.hypot(x, y) - 0.97,
     "square": lambda x, y: np.maximum(abs(x), abs(y)) - 0.85,
@@ -110,9 +110,10 @@ NAMED = {
 
 
 def shapes(indices, size=32):
-    """Samples of an endless data set: uint8 images (N, size, size, 3), and N records.
+    """Samples `indices` of an endless data set: uint8 images (N, size, size, 3), and N records.
 
-    A record has the "caption", all five "attributes", and "named", those that the caption mentions.
+    A record has the "caption", all five "attributes", and "named", the names of the attributes that
+    the caption mentions.
     """
     # 5 numbers choose the attributes, 6 the drawing, 6 the caption.
     uniform = _uniform(0, indices, 17)
@@ -166,16 +167,16 @@ def _uniform(seed, indices, count):
 
 
 def _look_up(table, values):
-    """Entries of a table of numbers or tuples: float32 (n, 1, 1) or (n, 1, 1, length)."""
+    """The entries `values` (n,) of a table of numbers or tuples: float32 (n, 1, 1[, length])."""
     entries = np.array(list(table.values()), np.float32)
     return entries[values, None, None]
 
 
 def draw(values, variation, size=32):
-    """Draw images, uint8 (N, size, size, 3), of attributes (N, 5) from `attribute_values`.
+    """Draw images, uint8 (N, size, size, 3).
 
-    variation: (N, 6) in [0, 1]: shift in x and y, rotation, scale, shade of shape and background;
-    0.5 is no variation.
+    values (N, 5): attributes, see `attribute_values`. variation (N, 6) in [0, 1]: shift in x,
+    shift in y, rotation, scale, shade of the shape, shade of the background; 0.5 means none.
     """
     images = np.empty((len(values), size, size, 3), np.uint8)
     centers = (np.arange(size) + 0.5) / size  # of the pixels
@@ -230,14 +231,14 @@ def named_attributes(records):
 
 
 def nearest(features, references, values):
-    """The `values` (n, …) of the references (N, D) that are nearest to `features` (n, D)."""
+    """Rows of `values` (N, …) for the `references` (N, D) nearest to `features` (n, D): (n, …)."""
     squares = np.square(references).sum(1)
     distances = squares - 2 * features @ references.T
     return values[distances.argmin(1)]
 
 
 def picture_features(pictures):
-    """Average uint8 images (B, H, H, 3), H a multiple of 16, to 16x16: float32 (B, 768) up to 1."""
+    """Average uint8 images (B, H, H, 3), H = 16, 32, …, to 16x16: float32 (B, 768) in [0, 1]."""
     box = pictures.shape[1] // 16
     boxes = pictures.reshape(-1, 16, box, 16, box, 3)
     means = boxes.mean((2, 4), np.float32)
@@ -249,8 +250,8 @@ def picture_features(pictures):
 def picture_references():
     """Features (N, D) and attributes (N, 5) of eight drawings of each combination of attributes.
 
-    Classified by the nearest of them, 0.96 of the real images match their captions. This is the
-    ceiling for generated images.
+    With these references, the nearest-neighbor classifier finds that 0.96 of the real images match
+    their captions. This is the ceiling for generated images.
     """
     values = np.indices(NUM_OPTIONS)
     values = values.reshape(5, -1).T
@@ -264,17 +265,17 @@ def picture_references():
 
 
 def is_correct(pictures, records):
-    """True for images, uint8 (B, H, H, 3), that show all that their captions mention: bool (B,)."""
-    # The nearest neighbor among drawings of all combinations of attributes recognizes them.
+    """Whether images, uint8 (B, H, H, 3), show everything their captions mention: bool (B,)."""
+    # Take the attributes of the nearest neighbor among drawings of all combinations.
     found = nearest(picture_features(pictures), *picture_references())
     correct = found == attribute_values(records)
-    correct |= ~named_attributes(records)  # others are free
+    correct |= ~named_attributes(records)  # attributes that are not mentioned may have any value
     return correct.all(1)
 
 
-MAX_CAPTIONS = 96  # captions of a split to score
+MAX_CAPTIONS = 96  # maximum number of captions to score
 DRAWS = 16  # samples per caption
-AT_ONCE = 48  # captions per batch: half of them, so that two ranks have equal work
+AT_ONCE = 48  # captions per batch: half of MAX_CAPTIONS, so that two ranks have equal work
 
 
 def is_built_in(folder):
@@ -286,16 +287,17 @@ def is_built_in(folder):
 def embedding_scores(splits, split, sample_fn, seed):
     """caption_match and coverage of sampled image embeddings, and their ceilings. Collective.
 
-    {} unless both the data and the validation set are the built-in ones.
+    Returns {} unless both the data and the validation set are the built-in ones.
 
     caption_match: fraction of samples whose nearest neighbor among held-out images has everything
-    that the caption mentions. coverage: variety of the other attributes, which is the entropy among
-    the neighbors of a caption's samples, divided by the entropy among all images that fit the
-    caption. For the ceilings, embeddings of training images that fit replace the samples.
+    that the caption mentions. coverage: variety of the attributes that the caption leaves open. It
+    is their entropy among the neighbors of a caption's samples, divided by their entropy among all
+    images that fit the caption. The ceilings are the scores of real embeddings: those of training
+    images that fit the caption.
 
-    splits: {name: (dataset, indices)}. sample_fn(batch, seeds): samples embeddings (N, D) for a
-    batch of the dataset, with DRAWS rows for each of at most AT_ONCE captions; seeds: one per
-    caption.
+    splits: {name: (dataset, indices)}. split: name of the split to score. sample_fn(batch, seeds)
+    samples embeddings (N, D) for a batch with DRAWS rows for each of at most AT_ONCE captions, with
+    one seed per caption.
     """
     dataset, captions = splits[split]
     if not is_built_in(dataset.folder) or splits["validation"][0] is not dataset:
@@ -319,7 +321,7 @@ def embedding_scores(splits, split, sample_fn, seed):
             named = mentioned[index]
             fits = (attributes == attributes[index])[:, named].all(1)
             training = np.setdiff1d(np.flatnonzero(fits), held_out)
-            if not len(training):  # there is no ceiling
+            if not len(training):  # without training images, there is no ceiling
                 continue
 
             random = np.random.RandomState(seed_of_caption % 2**32)
@@ -350,7 +352,7 @@ def unit_embeddings(dataset, indices):
 
 
 def entropy(attributes):
-    """Sum of the entropies of the columns of (N, attributes), in nats."""
+    """Entropy of each column of `attributes` (N, columns), in nats, summed over columns."""
     total = 0.0
     for column in attributes.T:
         _, counts = np.unique(column, return_counts=True)
@@ -362,7 +364,7 @@ def entropy(attributes):
 # Syllables
 
 RATE = 8_000  # samples per second
-# F1 and F2 in Hz: like vowels, but further apart than those of a language.
+# Formants F1 and F2 in Hz: like vowels, but further apart than in a natural language.
 SYLLABLES = {
     "i": (250, 1500),
     "e": (420, 1150),
@@ -372,8 +374,8 @@ SYLLABLES = {
     "y": (250, 950),
 }
 NAMES = list(SYLLABLES)
-HALF_WIDTH = 75  # of a formant, in Hz
-LENGTH = 0.24  # of a syllable, in seconds
+HALF_WIDTH = 75  # half the width of a formant, in Hz
+LENGTH = 0.24  # seconds per syllable
 GLIDE = 0.04  # seconds of transition between two syllables
 FADE = 0.01  # seconds of fading in and out
 PERIOD = 640  # samples after which a syllable repeats, because pitches are multiples of 12.5 Hz
@@ -381,15 +383,15 @@ SPEAKERS = 100
 
 
 def voice_of(speaker):
-    """(pitch in Hz, timbre) of a speaker; timbre is the level of even harmonics over odd ones."""
+    """(pitch in Hz, timbre: level of even harmonics relative to odd ones) of a speaker."""
     timbre = 0.25 * 4 ** (speaker // 10 / 9)
     return 100 + 12.5 * (speaker % 10), timbre
 
 
 def syllables(indices):
-    """Samples of an endless data set for `speak`: texts, and speakers int (N,) below SPEAKERS.
+    """Samples `indices` of an endless data set for `speak`: N texts, and speakers, int (N,).
 
-    A text is 3 to 5 different names of SYLLABLES.
+    A text is 3 to 5 different names of SYLLABLES. Speakers are numbers below SPEAKERS.
     """
     # 1 number chooses the speaker, 1 the count, and 6 the order of the syllables.
     uniform = _uniform(0, indices, 8)
@@ -402,11 +404,11 @@ def syllables(indices):
     return texts, speakers
 
 
-@functools.lru_cache(2**13)  # 250 MB, shared by all stages of a process
+@functools.lru_cache(2**13)  # at most 250 MB, shared by all stages of a process
 def speak(text, speaker):
-    """Synthesize a text (names of SYLLABLES) by a speaker: float32 (T,) in [-1, 1] at RATE.
+    """Synthesize a text (names of SYLLABLES) in a speaker's voice: float32 (T,) within ±1 at RATE.
 
-    There is no noise, on which a codec would spend its codes.
+    There is no noise, because a codec would waste its codes on it.
     """
     names = text.split()
     samples = int(len(names) * LENGTH * RATE)
@@ -447,11 +449,11 @@ def _sound(name, pitch, timbre):
 
 
 def estimate_voice(wave):
-    """(pitch in Hz, timbre) of a wave (T,) at RATE, NaN if it is silent.
+    """(pitch in Hz, timbre) of a wave (T,) at RATE; both are NaN if it is silent.
 
     The pitch is the first peak of the autocorrelation that is nearly as high as the highest one.
     The timbre is the mean level of even harmonics relative to their odd neighbors, weighted by the
-    neighbors.
+    level of the neighbors.
     """
     # A power of 2, at least 8 times as long as the wave, for a fine spectrum.
     size = 8 << (len(wave) - 1).bit_length()
@@ -468,7 +470,7 @@ def estimate_voice(wave):
     after = correlation[34:96]
     is_peak = (here >= before) & (here >= after)
     is_high = here > 0.85 * here.max()
-    # Without a peak this is 0, which is not the pitch of any speaker.
+    # Without a peak, `best` is 0: the lag of 242 Hz, which is not the pitch of any speaker.
     best = (is_peak & is_high).argmax()
     # Find the top of a parabola through the peak.
     slope = (before - after)[best]
@@ -491,15 +493,15 @@ def estimate_voice(wave):
 def same_voice(voice, other):
     """True if two voices from `estimate_voice` belong to the same speaker.
 
-    That is if their pitches differ by less than 2 %, and the logarithms of their timbres by less
-    than 0.45.
+    Their pitches must differ by less than 2 %, and the logarithms of their timbres by less than
+    0.45.
     """
     pitch, timbre = np.abs(np.log(voice) - np.log(other))
     return bool(pitch < 0.02 and timbre < 0.45)
 
 
 def syllable_labels(text, frames, rate):
-    """The number of the syllable in each frame, with `rate` frames per second: int (frames,)."""
+    """The syllable of each frame, as an index of NAMES: int (frames,). rate: frames per second."""
     labels = np.array([NAMES.index(name) for name in text.split()])
     middle = (np.arange(frames) + 0.5) / rate
     position = (middle / LENGTH).astype(int)
@@ -508,7 +510,7 @@ def syllable_labels(text, frames, rate):
 
 
 def recognize_syllables(labels):
-    """Names of the syllables that last for at least four frames in `labels` (frames,)."""
+    """Names of syllables that last at least four frames in `labels` (frames,), without repeats."""
     lasting = []
     for label, run in itertools.groupby(labels):
         if len(list(run)) >= 4:

@@ -1,4 +1,4 @@
-"""Recordings as tokens: the semantic tokenizer of a run, cached tokens, crops of tokens."""
+"""Recordings as tokens: a run's semantic tokenizer, cached tokens, training crops, vocabulary."""
 
 import collections
 import contextlib
@@ -17,7 +17,7 @@ from common.data.files import Unusable
 from common.models import clip, semantic
 
 KMEANS_FILE = "kmeans.pt"  # in the folder of the semantic run
-LENGTHS_OF = 20_000  # number of recordings used to measure lengths and texts
+LENGTHS_OF = 20_000  # maximum number of recordings used to measure lengths and texts
 MAX_FRAMES = 30 * 60 * semantic.FRAME_RATE  # for fitting k-means: half an hour
 
 # Tokenizers
@@ -27,7 +27,7 @@ def load_kmeans(folder, sample_rate, device, make_features):
     """Load the semantic tokenizer of a run folder: a semantic.KMeans with its file's `checksum`.
 
     make_features: maps the setting --tokenizer to a function that computes features of a wave.
-    UserError if it was fitted at another sample rate.
+    UserError if the tokenizer was fitted at another sample rate.
     """
     path = Path(folder) / KMEANS_FILE
     contents = checkpoint.load(path, "settings")
@@ -56,7 +56,7 @@ def fit(kmeans, dataset, indices, seed):
     frames = 0
     for index in tracker.progress(shuffled, desc="k-means: features", delay=3, leave=False):
         with contextlib.suppress(Unusable):
-            # Use only 10 s of each, so that the half hour has many recordings.
+            # Use only 10 s of each recording, so that the half hour has many of them.
             x = kmeans.features(dataset.wave(index, 10 * dataset.rate, 0.5))
             found.append(x.cpu())
             frames += len(x)
@@ -71,10 +71,10 @@ def fit(kmeans, dataset, indices, seed):
 
 
 def fit_kmeans(run, dataset, indices, cfg, device, make_features):
-    """Fit the semantic tokenizer of the RunFolder `run`, and return it, see `load_kmeans`.
+    """Fit the semantic tokenizer of the RunFolder `run`, and load it, see `load_kmeans`.
 
-    A resumed run already has one. A file left by an aborted start is replaced, because its settings
-    may differ. cfg: has clusters, seed and tokenizer. Collective.
+    A resumed run keeps its tokenizer. A file left by an aborted start is replaced, because its
+    settings may differ. cfg: has clusters, seed and tokenizer. Collective.
     """
     path = run.folder / KMEANS_FILE
 
@@ -96,9 +96,9 @@ def fit_kmeans(run, dataset, indices, cfg, device, make_features):
 
 
 def code_entropies(codes, Q, size):
-    """(entropy (Q,) in nats, count (Q,)) of each quantizer's codes, over all ranks. Collective.
+    """Return (entropy (Q,) in nats, count (Q,)) of each quantizer's codes on all ranks. Collective.
 
-    codes: list of (N, Q), which may be empty; codes are below `size`, or -100 for none.
+    codes: list of int64 (N, Q), possibly empty. Codes are below `size`; -100 is ignored.
     """
     uses = []
     for column in torch.cat([torch.zeros(0, Q, dtype=torch.int64), *codes]).T:
@@ -116,14 +116,16 @@ def code_entropies(codes, Q, size):
 class Tokens:
     """The tokens of all recordings, in a memory-mapped file whose pages all processes share.
 
-    The file has the offsets of recordings among all frames, int64 (N + 1,), then the tokens, uint16
-    (Q, frames), ordered by quantizer, so that a stage reads only the quantizers that it needs.
-    frames (N,): number of frames of each recording; 0: unusable. Iterating yields the tokens (Q, T)
-    of each recording.
+    The file begins with the offset of each recording in frames, and the total: int64 (N + 1,). Then
+    come the tokens, uint16 (Q, total). They are ordered by quantizer, so that a stage reads only
+    the quantizers that it needs.
+
+    frames (N,): number of frames of each recording, 0 if it is unusable. Iterating yields the
+    tokens (Q, T) of each recording.
     """
 
     def __init__(self, path, count, num_quantizers):
-        """ValueError if the file has another size. Its tokens are not checked."""
+        """ValueError if the file does not have the expected size. Its tokens are not checked."""
         self.arguments = path, count, num_quantizers
         content = np.asarray(np.memmap(path, np.uint16, "r"))  # slicing a memmap is slower
         size = 4 * (count + 1)  # of the offsets, in 16-bit units
@@ -142,11 +144,15 @@ class Tokens:
         """Tokens, int64 (T, n), of the frames `start` to `stop` (or the end) of a recording."""
         first, end = self.offsets[index : index + 2]
         tokens = self.tokens[quantizers, first + start : min(first + stop, end)]
-        return torch.from_numpy(tokens.T.astype(np.int64))  # embeddings take 64 bits
+        return torch.from_numpy(tokens.T.astype(np.int64))  # nn.Embedding does not take uint16
 
 
 def write_tokens(path, frames, encoded):
-    """Write a file for `Tokens`. encoded: (recording, its tokens (Q, T)), in any order."""
+    """Write a file for `Tokens`.
+
+    frames (N,): number of frames of each recording. encoded: pairs (index of a recording, its
+    tokens (Q, T)), in any order; of several pairs for a recording, the last one counts.
+    """
     offsets = np.append(0, frames.cumsum())
     with checkpoint.atomic_write(path) as file:
         file.write(offsets.tobytes())
@@ -157,14 +163,14 @@ def write_tokens(path, frames, encoded):
                 file.write(row.tobytes())
 
 
-# Until all recordings are encoded, tokens are in pieces: what a rank encodes in this time.
+# Until all recordings are encoded, each rank saves its new tokens this often, in a file (a piece).
 PIECE_SECONDS = 20
 
 
 def read_pieces(place):
-    """Yield (recording, tokens (Q, T)) from the pieces in a folder, except for damaged ones.
+    """Yield (index of a recording, tokens (Q, T)) from the pieces in a folder.
 
-    Their zip format has checksums.
+    Damaged pieces are skipped. They are detected by the checksums of the zip format.
     """
     for path in place.glob("*.npz"):
         # numpy and zipfile raise a dozen types of errors for damaged files.
@@ -176,9 +182,9 @@ def read_pieces(place):
 def encode_missing(place, missing, cfg, dataset, tokenizer):
     """Encode the recordings `missing`, and write their tokens to pieces in `place`. Collective.
 
-    Ranks take turns, and synchronize after each piece, so that signals are handled and no rank
-    waits for long. Recordings are encoded one by one: in a batch, padding, and so the tokens, would
-    depend on which others are missing.
+    Each rank encodes a share. Ranks synchronize after each piece, so that signals are handled and
+    no rank waits for long. Recordings are encoded one by one: in a batch, the padding, and thus the
+    tokens, would depend on which other recordings are missing.
     """
     share = missing[dist.rank() :: dist.world_size()].tolist()
     timeout = 60 * cfg.timeout_minutes
@@ -187,7 +193,10 @@ def encode_missing(place, missing, cfg, dataset, tokenizer):
     recordings = zip(bar, waves)
 
     def make_piece():
-        """Write a piece. True if there may be more. After an error, it has what came before."""
+        """Encode and write a piece; True if there may be more.
+
+        After an error, the piece has the recordings encoded before it.
+        """
         due = time.monotonic() + PIECE_SECONDS
         encoded = {}  # {recording: tokens (T, Q)}
         try:
@@ -213,14 +222,14 @@ def encode_missing(place, missing, cfg, dataset, tokenizer):
 
 
 def token_cache(cfg, dataset, tokenizer):
-    """The Tokens of a dataset's recordings, in a file below RUN/tokens. Collective.
+    """The Tokens of a dataset's recordings, cached in a file below RUN/tokens. Collective.
 
-    Missing recordings are encoded. The file does not depend on the number of ranks, nor on how
-    often they were killed.
+    Recordings that are missing from the file are encoded first. The file does not depend on the
+    number of ranks, nor on how often they were killed. Unusable recordings have no tokens; each
+    start tries them again.
 
-    tokenizer: `encode` maps a wave to integers below 65536, (T,) or (T, num_quantizers), and
-    `checksum` changes when its tokens do. Unusable recordings have no tokens; each start tries them
-    again.
+    tokenizer: `encode` maps a wave (T,) to integers below 65536, (frames,) or (frames,
+    num_quantizers). `checksum` changes when the tokens do.
     """
     fingerprint = dataset.fingerprint()
     digest = order.hash_of(repr((fingerprint, tokenizer.checksum)).encode())
@@ -229,7 +238,7 @@ def token_cache(cfg, dataset, tokenizer):
     arguments = path, len(dataset), tokenizer.num_quantizers
 
     def known():
-        """Yield (recording, tokens (Q, T)) from the file, then from pieces, which are newer."""
+        """Yield (index, tokens (Q, T)) from the file, then from the pieces, which are newer."""
         saved = ()
         with contextlib.suppress(FileNotFoundError, ValueError):  # missing or damaged
             saved = Tokens(*arguments)
@@ -245,7 +254,7 @@ def token_cache(cfg, dataset, tokenizer):
         return frames
 
     def join():
-        pieces = list(place.glob("*.npz*"))  # also incomplete ones
+        pieces = list(place.glob("*.npz*"))  # also incomplete ones, .npz.tmp
         if pieces or not path.exists():
             write_tokens(path, known_frames(), known())
         for piece in pieces:
@@ -258,7 +267,7 @@ def token_cache(cfg, dataset, tokenizer):
 
     dist.on_all(lambda: place.mkdir(parents=True, exist_ok=True))
     with open(place / ".lock", "w") as file:
-        while not dist.on_main(lock):  # another run is encoding, such as coarse beside fine
+        while not dist.on_main(lock):  # another run, such as another stage, is encoding
             time.sleep(1)
         missing = dist.on_main(lambda: np.flatnonzero(known_frames() == 0))
         if len(missing):
@@ -271,10 +280,11 @@ def token_cache(cfg, dataset, tokenizer):
 
 
 def align(content, heard):
-    """Align the tokens `heard` (T,) with `content` (N,): nondecreasing positions in it, int64 (T,).
+    """The position in `content` (N,) of each of the tokens `heard` (T,): int64 (T,).
 
-    The alignment has the least cost: each position may last for any number of tokens, and each
-    token that differs from the content at its position costs 1. `heard` may end before `content`.
+    Positions begin at 0, and advance by 0 or 1 from token to token. `heard` may end before
+    `content`. Of all such alignments, this has the lowest cost: the number of tokens that differ
+    from the content at their positions.
     """
     cost = np.full(len(content), np.inf)
     cost[0] = 0  # start at the first token
@@ -297,13 +307,14 @@ def align(content, heard):
 class TokenCrops:
     """A training dataset: crops of recordings as token streams that cover the same time.
 
-    A crop is `seconds` long, in frames of the codes or, without codes, of semantic tokens.
+    A crop is `seconds` long, rounded to frames of the codes or, without codes, of the semantic
+    tokens.
     """
 
     dataset: object
     seconds: float
-    # Each has a name and num_quantizers: "semantic" has the semantic tokens, the others have the
-    # codes of the next quantizers.
+    # Each stream has a name and num_quantizers. "semantic" has the semantic tokens. The others
+    # divide the quantizers of the codes among them, in order.
     streams: list
     lay_out: object  # function (streams, samples) -> batch: see token_lm.lay_out
     semantic_tokens: Tokens | None
@@ -319,7 +330,7 @@ class TokenCrops:
         self.others = collections.defaultdict(list)  # {voice: recordings}
 
     def fault(self, index):
-        """Name of an unusable recording, and the reason; "" if it can be read now."""
+        """Why a recording is unusable, with its name; "" if it can be read now."""
         return self.dataset.fault(index)
 
     def readable(self, indices):
@@ -327,9 +338,9 @@ class TokenCrops:
         return indices[self.frames[indices] > 0]
 
     def crop(self, index, offset=0.0):
-        """(tokens of each stream, int64 (T, Q); True if the recording ends with the crop).
+        """Read (tokens of each stream, int64 (T, Q); True if the recording ends with the crop).
 
-        offset: position in [0, 1), from the first to the last possible crop.
+        offset: position of the crop, from 0 (the first possible one) to below 1 (the last).
         """
         frames = int(self.frames[index])
         # Every start at which a whole crop fits has the same probability.
@@ -340,10 +351,10 @@ class TokenCrops:
     def window(self, index, start, stop):
         """The tokens of each stream, int64 (T, Q), of the frames `start` to `stop`."""
         found = []
-        quantizer = 0  # the first one of the next stream of codes
+        quantizer = 0  # the first quantizer of the next stream of codes
         for stream in self.streams:
             if stream.name == "semantic":
-                # Tokens of the same time, at their own frame rate, and at least one.
+                # The semantic tokens of the same time, at their own frame rate; at least one.
                 ratio = semantic.FRAME_RATE / self.frame_rate
                 last = self.semantic_tokens.frames[index]
                 start_heard = min(round(start * ratio), last - 1)
@@ -351,7 +362,7 @@ class TokenCrops:
                 if stop == self.frames[index]:  # rounding must not lose the last token
                     stop_heard = last
                 heard = self.semantic_tokens.window(index, start_heard, stop_heard)  # (T, 1)
-                # Without repetitions, so that the coarse stage models durations (AudioLM §III-C).
+                # Drop repetitions, so that the coarse stage models durations (AudioLM §III-C).
                 codes = heard[:, 0].unique_consecutive()[:, None]  # (N, 1)
             else:
                 quantizers = slice(quantizer, quantizer + stream.num_quantizers)
@@ -361,10 +372,11 @@ class TokenCrops:
         return found
 
     def join_within(self, indices, probability):
-        """In training, append another recording of the same speaker to a whole recording.
+        """In training, append a recording of the same speaker to recordings that fit in a crop.
 
-        So short recordings also teach what follows a word. The others are chosen from `indices`. A
-        recording of an unknown speaker is followed by itself.
+        It happens with this `probability`, if both fit. This teaches what follows a short
+        recording, such as a single word. Appended recordings are from `indices`. If the speaker is
+        unknown, a recording is appended to itself.
         """
         self.join = probability
         for index in self.readable(indices):
@@ -372,15 +384,15 @@ class TokenCrops:
                 self.others[self.voice_of(index)].append(index)
 
     def voice_of(self, index):
-        """The speaker of a recording or, if unknown, its name, which its `shifts` share."""
+        """The speaker of a recording or, if unknown, its name. Shifted copies share it."""
         return self.dataset.speaker_of[index] or self.dataset.names[index]
 
     def sample(self, index, offset=0.0, draw=1.0, which=0.0):
-        """(tokens of each stream, True if the recording ends there, text).
+        """A training sample: (tokens of each stream, True if the recording ends with them, text).
 
         The text belongs to a whole recording, so for a part of a recording it is "".
-        offset: see `crop`. If `draw` in [0, 1) is below `join`, and both fit in a crop, another
-        recording is appended, which `which` in [0, 1) chooses.
+        offset: see `crop`. If `draw` in [0, 1) is below `join`, and both fit in a crop,
+        another recording is appended. `which` in [0, 1) chooses it.
         """
         streams, ended = self.crop(index, offset)
         if not self.is_whole(index):
@@ -392,18 +404,21 @@ class TokenCrops:
             if self.frames[[index, other]].sum() <= self.crop_frames:
                 following, ended = self.crop(other)
                 streams = [torch.cat(pair) for pair in zip(streams, following)]
-                if self.streams[0].name == "semantic":  # also no repetition where they meet
+                if self.streams[0].name == "semantic":  # also drop a repetition where they meet
                     streams[0] = streams[0].unique_consecutive(dim=0)
                 texts = [text, self.dataset.texts[other]]
                 text = " ".join(texts) if all(texts) else ""
         return streams, ended, text
 
     def is_whole(self, index):
-        """True if a recording is not longer than a crop."""
+        """True if a recording fits in a crop."""
         return self.frames[index] <= self.crop_frames
 
     def fetch(self, indices, random_bits=None):
-        """(batch from `lay_out` with "text": [B], or {} unless all are usable; usable (B,))."""
+        """Return (batch, usable (B,)).
+
+        The batch is from `lay_out`, with "text": [B]. It is {} unless all recordings are usable.
+        """
         # Recordings that could not be read have no tokens.
         usable = self.frames[indices] > 0
         if not usable.all():
@@ -416,12 +431,14 @@ class TokenCrops:
         return batch, usable
 
     def lengths(self, indices):
-        """{"max_frames": of the last stream, "max_context": of the one before it, "frame_rate"}.
+        """{"max_frames", "max_context", "frame_rate"}, measured on many crops drawn as in training.
 
-        They are measured on many crops, drawn as in training. frame_rate is that of the last
-        stream. Lengths are maxima. Semantic tokens have no fixed rate, so the rate of a semantic
-        stage is the 95th percentile. Its length is, too, unless there are texts: then generation
-        has only one window, and the length is the maximum.
+        max_frames: maximum length of the last stream. max_context: maximum length of the stream
+        before it, or 0. frame_rate: of the last stream, in frames per second.
+
+        Semantic tokens without repetitions have no fixed rate, so for a semantic stage, frame_rate
+        is the 95th percentile. Its max_frames is the 95th percentile, too, unless there are texts:
+        then it is the maximum, because generation from a text has only one window.
         """
         indices = self.readable(order.some_of(indices, LENGTHS_OF))
         draws = np.random.default_rng(0).random((3, len(indices)))
@@ -450,7 +467,7 @@ def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec):
     """
     frame_rate = codec.frame_rate if codec else semantic.FRAME_RATE
 
-    @functools.cache  # for --data and, if given, for --val_data
+    @functools.cache  # the splits share one or two datasets
     def crops_of(dataset):
         semantic_tokens = token_cache(cfg, dataset, kmeans) if kmeans else None
         codes = token_cache(cfg, dataset, codec) if codec else None
@@ -471,11 +488,11 @@ def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec):
 
 
 def learn_vocabulary(crops, indices, size, max_tokens):
-    """([the `size` most frequent words of training transcripts], tokens of the longest one).
+    """Return ([the `size` most frequent words of training texts], length of the longest text).
 
-    ([], 0) if there are no transcripts. The length is at most `max_tokens`. crops: TokenCrops.
-    Notes count texts that are empty or longer than `max_tokens`, and recordings longer than a crop,
-    which are trained on without text. UserError if all are longer.
+    ([], 0) if there are no texts. The length is in tokens, at most `max_tokens`. crops:
+    TokenCrops. Notes count texts that are empty or longer than `max_tokens`, and recordings longer
+    than a crop, which are trained on without text. UserError if all recordings are longer.
     """
     dataset = crops.dataset
     texts = [dataset.texts[index] for index in order.some_of(indices, LENGTHS_OF)]

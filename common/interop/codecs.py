@@ -14,7 +14,7 @@ def from_transformers(flag, name, kinds):
     """Load the model `name` (an id at huggingface.co, or a folder), frozen and in fp32.
 
     kinds: allowed values of model_type. flag: the setting that names the model, for messages.
-    UserError for another kind of model, or if there is none.
+    UserError if there is no such model, or if it is of another kind.
     """
     transformers = need("transformers", flag)
     with explained(f"{flag}: expected a name at huggingface.co, or a folder"):
@@ -28,9 +28,11 @@ def from_transformers(flag, name, kinds):
 
 
 class PublishedCodec:
-    """EnCodec, DAC or Mimi, with the interface of SoundStream: hf:MODEL.
+    """EnCodec, DAC or Mimi, with the interface of SoundStream.
 
-    MODEL is a name at huggingface.co or a folder. Waves are padded with silence to whole frames.
+    spec: hf:MODEL, where MODEL is a name at huggingface.co or a folder. Waves are padded with
+    silence to whole frames.
+
     sample_rate: samples per second. hop_length: samples per frame. frame_rate: frames per second.
     num_quantizers: codes per frame, each below codebook_size. checksum: a text that changes with
     the weights.
@@ -44,14 +46,14 @@ class PublishedCodec:
         stereo = getattr(settings, "audio_channels", 1) > 1
         if stereo or getattr(settings, "normalize", False):
             raise UserError(
-                f"{flag}: models with two channels, and models that normalize chunks, do not "
-                "work; give another, such as hf:facebook/encodec_24khz"
+                f"{flag}: stereo models, and models that normalize chunks, do not work; "
+                "use another, such as hf:facebook/encodec_24khz"
             )
         self.is_encodec = settings.model_type == "encodec"
         if self.is_encodec:
-            # Its default is the first bitrate, which is the lowest.
+            # Use the last and highest bitrate. The default is the first and lowest one.
             settings.target_bandwidths = settings.target_bandwidths[-1:]
-        # The three models have different names for these.
+        # The three models have different names for these settings.
         self.sample_rate = settings.sampling_rate
         hop_length = getattr(settings, "hop_length", 0)
         self.hop_length = hop_length or round(self.sample_rate / settings.frame_rate)
@@ -59,9 +61,9 @@ class PublishedCodec:
         self.codebook_size = settings.codebook_size
         self.num_quantizers = getattr(settings, "n_codebooks", 0) or settings.num_quantizers
 
-        # How many frames before and after it a frame may depend on. Ten seconds before it, which is
-        # beyond the memory of EnCodec's LSTM; for Mimi, also the attention windows of all layers. A
-        # second after it, because DAC is not causal.
+        # How many frames before and after it a frame may depend on. Before: ten seconds, which is
+        # beyond the memory of EnCodec's LSTM, and for Mimi the attention windows of all layers.
+        # After: one second, because DAC is not causal.
         layers = getattr(settings, "num_hidden_layers", 0)
         window = getattr(settings, "sliding_window", 0)
         self.before = math.ceil(10 * self.frame_rate) + layers * window
@@ -78,7 +80,7 @@ class PublishedCodec:
         def work(block):
             block = block[None].to(self.model.device)
             codes = self.model.encode(block).audio_codes
-            # (…, Q, frames), where EnCodec has an axis of chunks before the batch.
+            # (…, Q, frames): EnCodec has an axis of chunks before that of the batch.
             codes = codes.flatten(0, -3)
             return codes.mT.cpu()
 
@@ -87,17 +89,17 @@ class PublishedCodec:
         return audio.in_blocks(work, wave, self.hop_length, 1, self.before, self.after)
 
     def decode(self, codes):
-        """The wave (frames · hop_length,) of codes (frames, n) of n quantizers, on the CPU."""
+        """The wave (frames · hop_length,) for codes (frames, n) from n quantizers, on the CPU."""
 
         def work(block):
             length = block.shape[1] * self.hop_length
-            block = block.mT.to(self.model.device)  # (1, n, frames), as the package has them
+            block = block.mT.to(self.model.device)  # (1, n, frames), as transformers expects
             if self.is_encodec:
                 out = self.model.decode(block[None], [None])
             else:
                 out = self.model.decode(audio_codes=block)
             wave = out.audio_values.flatten(1).cpu()  # (1, T), the only channel
             missing = length - wave.shape[1]
-            return F.pad(wave, (0, missing))  # DAC has an odd stride, and gives fewer samples
+            return F.pad(wave, (0, missing))  # DAC has an odd stride, and returns fewer samples
 
         return audio.in_blocks(work, codes, 1, self.hop_length, self.before, self.after)

@@ -5,7 +5,7 @@ from common.config import explained, need
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard. If a resumed run repeats steps, the new ones count."""
+    """Event files in RUN/tensorboard. Steps that a resumed run repeats replace the earlier ones."""
 
     def open(self, cfg, folder, known, step):
         tensorboard = need("torch.utils.tensorboard", "--logger tensorboard", "tensorboard")
@@ -27,7 +27,7 @@ class TensorBoard:
                 value.audio.content_type = "audio/wav"
             self.writer.file_writer.add_summary(Summary(value=[value]), step)
             self.writer.add_text(name, caption, step)
-        self.writer.flush()  # a checkpoint may follow, after which these lines are not repeated
+        self.writer.flush()  # before a checkpoint: a resume from it does not log this again
 
     def file(self, path):
         self.writer.add_text(path.name, f"```\n{path.read_text()}\n```")
@@ -39,7 +39,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, which ignores steps that a resumed run repeats."""
+    """A Weights & Biases run. The service ignores steps that a resumed run logs again."""
 
     def __init__(self, **options):
         """options: arguments of wandb.init, such as project, entity, name and id."""
@@ -47,10 +47,10 @@ class WandB:
 
     def open(self, cfg, folder, known, step):
         wandb = need("wandb", "--logger wandb")
-        # The package has its own types of errors, as for a missing account or network.
+        # wandb has its own types of errors, for example without an account or a network.
         with explained(
-            "--logger wandb: is there an account (`wandb login`), a network, the run to resume? "
-            "WANDB_MODE=offline needs none"
+            "--logger wandb: check the account (`wandb login`), the network and the run to resume, "
+            "or set WANDB_MODE=offline"
         ):
             self.run = wandb.init(
                 **{"name": str(folder), **known, **self.options},

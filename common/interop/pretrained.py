@@ -1,10 +1,10 @@
-"""Import published weights of Karlo and Kandinsky from diffusers' folders, and export to them.
+"""Import published weights of Karlo and Kandinsky in diffusers' format, and export to it.
 
     python -m common.interop.pretrained import kakaobrain/karlo-v1-alpha --out runs/karlo
     python -m common.interop.pretrained import OWNER/REPOSITORY/FOLDER --out runs/k22
     python -m common.interop.pretrained export --run_dir runs/mine --out my-prior
 
-`import` reads a folder, or a repository of the Hugging Face hub, and writes run folders with a
+`import` reads a folder, or a repository on the Hugging Face hub, and writes run folders with a
 model.pt. `export` writes a folder for diffusers or, for LoRA adapters, for peft.
 """
 
@@ -23,8 +23,8 @@ from common.data import clips
 
 CONFIGS = {"prior": train_prior.Config, **train_decoder.STAGES}
 
-# Prefixes of parameter names: ours, diffusers'. One of ours may concatenate two of theirs. The
-# decoder's projections of image and text are a separate model in diffusers, text_proj.
+# Prefixes of parameter names: ours, then diffusers'. One of our parameters may concatenate two of
+# theirs. In diffusers, the decoder's projections of image and text are a separate model, text_proj.
 PRIOR = """\
 positions.weight              positional_embedding
 query.weight                  prd_embedding
@@ -80,7 +80,7 @@ PARTS = {
     "super_res_first": "upsample/model.pt",
     "super_res_last": "upsample/last_step.pt",
 }
-SCHEDULERS = "../scheduler", "../prior_scheduler", "scheduler", "prior_scheduler"  # of a prior
+SCHEDULERS = "../scheduler", "../prior_scheduler", "scheduler", "prior_scheduler"  # for a prior
 WEIGHTS = (  # the first that exists is used; fp16 is the last resort
     "diffusion_pytorch_model.safetensors",
     "diffusion_pytorch_model-*-of-?????.safetensors",
@@ -114,13 +114,13 @@ def blocks_of(cfg):
 
 
 def published_names(cfg, table, names):
-    """{our parameter name: published names to concatenate}, by one of the tables above.
+    """Return {our parameter name: published names to concatenate}.
 
-    names: of our parameters. Parameters that are not in the table are left out.
+    table: one of the tables above. names: our parameter names; those not in the table are left out.
     """
     published = {}
     for ours, theirs in blocks_of(cfg):
-        attention = theirs.replace("resnets", "attentions")  # numbered like its block
+        attention = theirs.replace("resnets", "attentions")  # numbered like the blocks
         lines = table.format(ours=ours, theirs=theirs, attention=attention)
         for line in lines.splitlines():
             beginning, replacements = line.split()
@@ -135,9 +135,9 @@ def published_names(cfg, table, names):
 
 
 def our_settings(about, folder):
-    """(kind of model, settings) for the contents `about` of FOLDER/config.json.
+    """Return (kind of model, settings) for the contents `about` of FOLDER/config.json.
 
-    Objective and sampling settings are those of Karlo and Kandinsky.
+    Objective and sampling settings are not in that file: they are those of Karlo and Kandinsky.
     """
     if about["_class_name"] == "PriorTransformer":
         heads = about["num_attention_heads"]
@@ -154,7 +154,7 @@ def our_settings(about, folder):
         }
         for scheduler in SCHEDULERS:
             path = folder / scheduler / "scheduler_config.json"
-            if path.is_file():  # of UnCLIPScheduler
+            if path.is_file():  # settings of UnCLIPScheduler
                 settings["x0_bound"] = config.read_json(path).get("clip_sample_range", 10.0)
         return "prior", settings
 
@@ -193,13 +193,13 @@ def our_settings(about, folder):
 def their_config(cfg, widths, path):
     """diffusers' config.json for the model `path`; UserError if diffusers has no class for it.
 
-    widths: of embeddings and of text encodings.
+    widths: [width of embeddings, width of text encodings].
     """
     if isinstance(cfg, train_prior.Config):
         if widths[1] not in (0, widths[0]):
             raise UserError(
                 f"{path}: diffusers has no class for it: the width of its text encodings is "
-                f"{widths[1]}, expected {widths[0]}, that of its embeddings"
+                f"{widths[1]}, expected {widths[0]}, the width of its embeddings"
             )
         return {
             "_class_name": "PriorTransformer",
@@ -229,7 +229,7 @@ def their_config(cfg, widths, path):
         "down_block_types": [kind.format("Down") for kind in kinds],
         "up_block_types": [kind.format("Up") for kind in reversed(kinds)],
         "resnet_time_scale_shift": "scale_shift" if cfg.scale_shift else "default",
-        # Constants here, which do not affect the shapes of weights.
+        # Constants in our models, which do not affect the shapes of weights.
         "norm_num_groups": 32,
         "norm_eps": 1e-5,
         "act_fn": "silu",
@@ -249,7 +249,7 @@ def their_config(cfg, widths, path):
 
 
 def read_folder(folder):
-    """(contents of config.json, tensors) from a folder of diffusers. Weights may be sharded."""
+    """Read (contents of config.json, tensors) from a diffusers folder. Weights may be sharded."""
     tensors = {}
     with explained(f"{folder}: expected config.json, and {WEIGHTS[0]} or .bin with only tensors"):
         about = config.read_json(folder / "config.json")
@@ -265,8 +265,8 @@ def read_folder(folder):
 def our_weights(names, expected, tensors, path):
     """Convert the published `tensors` to our {name: tensor}, with the shapes of `expected`.
 
-    names: from `published_names`. UserError unless all fit. Converted tensors are removed from the
-    dict, because concatenated ones are copies of gigabytes.
+    names: from `published_names`. UserError unless all fit. To save memory, converted tensors are
+    removed from `tensors`, because concatenating copies gigabytes.
     """
     weights = {}
     for name, theirs in names.items():
@@ -283,15 +283,16 @@ def our_weights(names, expected, tensors, path):
 
 
 def import_folder(folder, out, spec, source):
-    """Write the model.pt `out` from a folder of diffusers; a decoder's text_proj is beside it.
+    """Import the model in a diffusers folder to the file `out`.
 
-    spec: the CLIP, or "" for the usual one of this width. source: name of the folder, to store.
-    Only an earlier import of the same source may be overwritten.
+    The text_proj of a decoder must be beside `folder`. spec: the CLIP, or "" for the usual CLIP of
+    the model's width. source: name of the folder, stored in the file. Only an earlier import from
+    the same source may be overwritten.
     """
     if out.exists() and checkpoint.load(out, mmap=True).get("source") != source:
         raise UserError(f"{out}: already exists, from another source; give another --out")
     about, tensors = read_folder(folder)
-    width = about.get("embedding_dim", 0)  # of embeddings and of text encodings
+    width = about.get("embedding_dim", 0)  # of embeddings and text encodings
     with explained(
         f"{folder}: a {about.get('_class_name')}; expected a PriorTransformer, "
         "UNet2DConditionModel or UNet2DModel"
@@ -334,7 +335,7 @@ def import_folder(folder, out, spec, source):
         "clip": spec,
         "clip_fingerprint": fingerprint,
         "source": source,
-        # Another U-Net takes the last sampling step, if it is imported as well.
+        # Karlo uses another U-Net for the last sampling step, if it is imported as well.
         "last_step": "last_step.pt" if folder.name == "super_res_first" else None,
     }
     checkpoint.save(contents, out)
@@ -346,23 +347,23 @@ class ImportConfig(Settings):
     """What to import"""
 
     source: str = field(
-        "", "folder of diffusers, or OWNER/REPOSITORY[/FOLDER] of the Hugging Face hub"
+        "", "diffusers folder, or OWNER/REPOSITORY[/FOLDER] on the Hugging Face hub"
     )
     out: str = field(
-        "runs/imported", "run folder to write; for a whole pipeline, the folder of its run folders"
+        "runs/imported", "run folder to write; for a whole pipeline, the parent of its run folders"
     )
     clip: str = field(
-        "", "CLIP of its embeddings; default: ViT-L/14 or ViT-bigG/14, depending on the width"
+        "", "CLIP of the embeddings; default: ViT-L/14 or ViT-bigG/14, depending on the width"
     )
 
 
 def fetch(source):
-    """Download `source` from the hub, and return its local path."""
+    """Download `source`, OWNER/REPOSITORY[/FOLDER], from the hub; returns its local path."""
     hub = need("huggingface_hub", f"import {source}")
-    with explained(f"{source}: no such folder, nor OWNER/REPOSITORY[/FOLDER] of the hub"):
+    with explained(f"{source}: no such folder, nor OWNER/REPOSITORY[/FOLDER] on the hub"):
         owner, name, *inside = source.split("/", 2)
         patterns = [f"{folder}/*" for folder in inside or PARTS]
-        # A model at the top level, and the folders that parts need besides their own.
+        # A model at the top level, and folders that other parts need.
         patterns += ["config.json", *WEIGHTS, "*scheduler/*", "*text_proj/*"]
         folder = hub.snapshot_download(f"{owner}/{name}", allow_patterns=patterns)
     return Path(folder, *inside)
@@ -377,7 +378,7 @@ def import_command(args):
     parts = [part for part in PARTS if (path / part / "config.json").is_file()]
     if not parts:
         raise UserError(
-            f"{path}: expected a folder with a config.json, in it or in one of {', '.join(PARTS)}"
+            f"{path}: expected a folder with a config.json in one of {', '.join(PARTS)}"
         )
     for part in parts:
         import_folder(path / part, Path(args.out, PARTS[part]), args.clip, str(Path(source, part)))
@@ -397,18 +398,18 @@ class ExportConfig(Settings):
 
 
 def their_weights(cfg, table, weights):
-    """{published name: tensor} for those of our `weights` that are in a table.
+    """Convert our `weights`, of a model or of adapters, to {published name: tensor}.
 
-    weights: of a model or of adapters.
+    Weights that are not in the table are left out.
     """
     tensors = {}
     for name, theirs in published_names(cfg, table, weights).items():
         value = weights[name]
         if name.startswith("image_tokens_in"):  # diffusers has the token axis last
             value = value.unflatten(0, (4, -1)).transpose(0, 1).flatten(0, 1)
-        if table == PRIOR and "." not in theirs[0]:  # not in a layer: add a first axis of size 1
+        if table == PRIOR and "." not in theirs[0]:  # not in a layer: needs a first axis of size 1
             value = value[None]
-        if name.endswith(".A"):  # of an adapter: concatenated layers share it
+        if name.endswith(".A"):  # A of an adapter: concatenated layers share it
             value = value.repeat(len(theirs), 1)
         pieces = value.chunk(len(theirs))
         tensors |= {layer: piece.contiguous() for layer, piece in zip(theirs, pieces)}
@@ -416,7 +417,7 @@ def their_weights(cfg, table, weights):
 
 
 def write_folder(folder, about, tensors, config_name="config", name="diffusion_pytorch_model"):
-    """Write a folder for diffusers or peft."""
+    """Write `about` as CONFIG_NAME.json, and `tensors`, to a folder for diffusers or peft."""
     safetensors = need("safetensors.torch", "export", "safetensors")
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint.write_json(about, folder / f"{config_name}.json")
@@ -425,7 +426,7 @@ def write_folder(folder, about, tensors, config_name="config", name="diffusion_p
 
 
 def write_adapters(out, weights, info):
-    """Write adapters for peft; info: the entry "lora" of their file."""
+    """Write adapters for peft. info: the entry "lora" of their model file."""
     tensors = {}
     layers = set()
     for name, value in weights.items():
@@ -451,9 +452,9 @@ def export_command(args):
     widths = contents["widths"]
     about = their_config(cfg, widths, path) | {"settings": config.settings_with(cfg, "model")}
     print(
-        f"note: the model predicts {cfg.objective}, which diffusers' scheduler must be told. Its "
-        f"pipelines give raw embeddings; the model takes raw ones: {cfg.raw_embeddings} (False: of "
-        "length √D)"
+        f"note: the model predicts {cfg.objective}; set diffusers' scheduler to match. Pipelines "
+        f"pass raw embeddings; the model takes raw ones: {cfg.raw_embeddings} (False: it takes "
+        "embeddings of length √D)"
     )
     weights = contents["model"]
     # In a file of adapters, layer a.b is named "a/b".

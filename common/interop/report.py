@@ -27,10 +27,10 @@ def write(folder, lines):
     curves = collections.defaultdict(list)
     for metrics in lines:
         newest |= metrics
-        if "test_loss" in metrics:  # not part of the curves, which are for other samples
+        if "test_loss" in metrics:  # its metrics are for other samples than the curves
             continue
         for name, value in metrics.items():
-            # Against the step, the step itself and samples_seen are straight lines.
+            # Leave out the step and samples_seen, which would be straight lines.
             if isinstance(value, (int, float)) and name not in ("step", "samples_seen"):
                 curves[name].append((metrics["step"], value))
     samples = newest.pop("samples", {})
@@ -49,14 +49,14 @@ def write(folder, lines):
 
 
 def figure(path, caption):
-    """Embed a sample, a PNG or WAV file, in the page."""
+    """HTML of a sample, a PNG or WAV file, with its caption."""
     media = MEDIA[path.suffix].format(base64.b64encode(path.read_bytes()).decode())
     caption = html.escape(f"{path.name} {caption}")
     return f"<figure><figcaption>{caption}</figcaption>{media}</figure>"
 
 
 def chart(name, points):
-    """An SVG of the curve [(step, value), ...]. It shows every n-th point, and the newest one."""
+    """HTML of the curve [(step, value), ...], with at most POINTS points, including the newest."""
     points = points[:: -math.ceil(len(points) / POINTS)]
     steps, values = zip(*points)
     left = min(steps)

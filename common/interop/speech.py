@@ -15,9 +15,9 @@ KINDS = ("hubert", "wavlm", "wav2vec2", "wav2vec2-bert")  # values of model_type
 
 
 class SpeechLayer:
-    """A layer of a published speech model, "hf:MODEL:LAYER". Not a module, so it is not saved.
+    """A layer of a published speech model. It is not a torch module, so that it is not saved.
 
-    LAYER is 0 for the input of the first layer. width: D of the outputs.
+    spec: "hf:MODEL:LAYER"; layer 0 is the input of the first layer. width: D of the outputs.
     """
 
     sample_rate = 16_000
@@ -35,20 +35,20 @@ class SpeechLayer:
         if self.layer > layers:
             raise UserError(f"{flag}: that model has layers 0 to {layers}")
         self.width = self.model.config.hidden_size
-        import transformers  # it is installed, as it has loaded the model
+        import transformers  # installed, as it has loaded the model
 
         self.extractor = transformers.AutoFeatureExtractor.from_pretrained(name)
 
     def __call__(self, wave):
         """The layer's outputs (1, ceil(T / 320), D) for a wave (1, T) at 16 kHz."""
-        # w2v-BERT 2.0 takes (1, frames, 160): two windows of 80 mel bins.
+        # w2v-BERT 2.0 takes (1, frames, 160): two windows with 80 mel bins each.
         takes_mel = self.model.config.model_type == "wav2vec2-bert"
         if not takes_mel and self.extractor.do_normalize:
             wave = F.layer_norm(wave, wave.shape, eps=1e-7)
-        # Center each frame on its 20 ms, or 320 samples. It sees 400 samples, which is 40 more on
-        # each side; w2v-BERT's two windows of 400, which are 160 apart, see 120 more.
+        # Center each frame on its 20 ms (320 samples). A frame sees 400 samples, so 40 more on each
+        # side. A frame of w2v-BERT sees two windows of 400, which begin 160 apart: 120 more.
         margin = 120 if takes_mel else 40
-        missing = -wave.shape[1] % HOP  # from the last frame
+        missing = -wave.shape[1] % HOP  # samples missing in the last frame
         x = F.pad(wave, (margin, margin + missing))
         if takes_mel:
             padded = x[0].cpu().numpy()

@@ -1,4 +1,4 @@
-"""Download the files that --load and --init_from name, and upload the copies that --save names.
+"""Download files for --load and --init_from, and upload copies for --save.
 
 --init_from https://example.org/model.pt#sha256=9f86d081884c   # a URL, optionally with a sha256
 --load wandb:ENTITY/PROJECT/RUN/latest.pt                      # a file of a Weights & Biases run
@@ -28,13 +28,13 @@ library_name: pytorch
 ---
 # {repo}
 
-Files of a training run. `torch.load(FILE, weights_only=True)` gives a dict of tensors and plain
-values: its entry "model" has the weights, and "config" the settings of the training.
+Files of a training run. `torch.load(FILE, weights_only=True)` returns a dict of tensors and plain
+values. Its entry "model" has the weights, and "config" has the settings of the training.
 """
 
 
 def fetch(address, folder):
-    """Download the file at `address` to `folder`, and return its path; UserError.
+    """Download the file at `address` to `folder`, and return its path; UserError if it fails.
 
     address: URL[#sha256=HEX], or wandb:ENTITY/PROJECT/RUN/FILE. If the file is already there and
     its sha256 starts with HEX, it is not downloaded again.
@@ -68,17 +68,18 @@ def fetch(address, folder):
 
 @dataclass(kw_only=True)
 class Saver:
-    """Copies files to a folder. For another place, subclass it, replace `put`, add it to SAVERS."""
+    """Copies files to local paths. To save elsewhere, add a subclass with its `put` to SAVERS."""
 
-    kind: str = "checkpoint"  # of the latest file; or "model": averaged weights and settings
-    save_latest_to: str = ""  # format strings of paths
-    save_best_to: str = ""  # for best.pt, which has only the model
-    save_meta_to: str = ""  # a folder
+    kind: str = "checkpoint"  # or "model": the latest copy has only averaged weights and settings
+    save_latest_to: str = ""  # a path, which may have names from `path_values` in braces
+    save_best_to: str = ""  # a path for best.pt
+    save_meta_to: str = ""  # a folder for metadata.json and config.json
 
     def send(self, event, entry, run):
-        """Send the newest file of the run folder `run`, if this saver has a path for it.
+        """Send a file of the RunFolder `run`, if this saver has a path for it.
 
-        event: "latest", "best" or "meta". entry: {"file", "step"} from run.checkpoints or run.best.
+        event: which file, "latest", "best" or "meta". entry: its {"file", "step"}, from
+        run.checkpoints or run.best.
         """
         values = path_values(run.folder, entry["step"], run.best_val_loss)
         path = getattr(self, f"save_{event}_to").format(**values)
@@ -105,14 +106,14 @@ class Saver:
 
 
 class WandBSaver(Saver):
-    """Uploads files to the run of --logger wandb, while it is open."""
+    """Uploads files to the run of --logger wandb while that is open."""
 
     def put(self, path, content):
         import wandb
 
         if not wandb.run:  # closed, because the run is finished
             return
-        path = Path(wandb.run.dir, path)  # the package would only link to other paths
+        path = Path(wandb.run.dir, path)  # wandb would only link to other paths
         super().put(path, content)
         wandb.save(path, base_path=wandb.run.dir, policy="now")
 
@@ -141,7 +142,7 @@ SAVERS = {"local": Saver, "wandb": WandBSaver, "huggingface": HuggingFaceSaver}
 
 
 def path_values(folder, step, best_val_loss):
-    """{name: value} for the names in braces that paths of copies may have.
+    """Return {name: value} for the names in braces that paths in --save may contain.
 
     folder: the run folder.
     """
@@ -153,7 +154,7 @@ def path_values(folder, step, best_val_loss):
 
 
 def savers(cfg):
-    """The savers that cfg.save names; UserError."""
+    """The savers that --save describes; UserError if it is malformed."""
     values = path_values(cfg.run_dir, step=1, best_val_loss=0.5)
     # A comma separates savers only if the name of a saver follows; otherwise it belongs to a path.
     texts = re.split(rf",(?=(?:{'|'.join(SAVERS)})\s)", ",".join(cfg.save))
@@ -162,7 +163,7 @@ def savers(cfg):
         with explained(
             "--save: expected save_latest_to=PATH, save_best_to=PATH or save_meta_to=FOLDER, and "
             f"kind=checkpoint or kind=model; paths may have {', '.join(values)} in braces, also "
-            "with a format, as {step:08d}"
+            "with a format such as {step:08d}"
         ):
             paths = saver.save_latest_to + saver.save_best_to + saver.save_meta_to
             # A width of more than 999 could fill the memory.
@@ -185,7 +186,7 @@ def send(savers, run):
     newest = run.checkpoints[0] if run.checkpoints else {}
     entries = {"latest": newest, "best": run.best, "meta": {}}
     if newest:
-        entries["meta"] = {**newest, "best": run.best}  # the metadata describe both
+        entries["meta"] = {**newest, "best": run.best}  # the metadata describes both
     for saver in savers:
         for event, entry in entries.items():
             try:
@@ -196,13 +197,13 @@ def send(savers, run):
                 all_sent = False
                 tqdm.write(
                     f"the {event} copy by {saver} failed: {type(error).__name__}: {error}; it is "
-                    "tried again at the next save, at the end, and by the same command"
+                    "retried at the next save, at the end, and when the same command runs again"
                 )
     return all_sent
 
 
 def send_missing(savers, run, minutes):
-    """Repeat `send` at the end of a run, with doubling pauses, for up to `minutes`."""
+    """Retry `send` at the end of a run, with doubling pauses, for up to `minutes`."""
     pause = 1  # seconds
     while not send(savers, run) and 2 * pause < 60 * minutes:
         time.sleep(pause)
