@@ -425,7 +425,7 @@ def test_with_texts_the_longest_sound_is_one_window_and_without_most_are():
 
 def test_a_whole_recording_may_be_followed_by_another_of_its_speaker_with_both_texts():
     crops = make_crops([10, 12, 14, 200, 30])
-    crops.dataset.speaker_of = ["a", "a", "b", "a", "a"]
+    crops.dataset.speaker_of = [0, 0, "b", 0, 0]  # the built-in speakers are numbers
     crops.join_within(np.array([0, 1, 2, 3]), 0.5)
     for draw, which, expected in (
         (0.6, 0.0, ([0], "text 1")),

@@ -385,7 +385,8 @@ class TokenCrops:
 
     def voice_of(self, index):
         """The speaker of a recording or, if unknown, its name. Shifted copies share it."""
-        return self.dataset.speaker_of[index] or self.dataset.names[index]
+        speaker = self.dataset.speaker_of[index]
+        return self.dataset.names[index] if speaker == "" else speaker
 
     def sample(self, index, offset=0.0, draw=1.0, which=0.0):
         """A training sample: (tokens of each stream, True if the recording ends with them, text).
