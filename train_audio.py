@@ -338,7 +338,7 @@ def augment(waves):
     """
     size = len(waves), 1
     device = waves.device
-    # How much of another wave in the batch is mixed in; 0 for half of them.
+    # How much of another wave of the batch to mix into each wave; 0 for about half of the waves.
     share = torch.rand(size, device=device) * (torch.rand(size, device=device) < 0.5)
     decibels = torch.rand(size, device=device) * 16 - 10
     return (waves + share * waves.roll(1, 0)) * 10 ** (decibels / 20)

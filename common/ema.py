@@ -48,7 +48,7 @@ class EMA:
         update_after - 1 is the number of steps already averaged.
         """
         s = step - self.update_after - 1
-        if s <= 0 or step <= self.update_every:  # the initial weights get no share
+        if s <= 0 or step <= self.update_every:  # so that the average excludes the initial weights
             return 0.0
         value = 1 - (1 + s / self.inv_gamma) ** -self.power
         return max(self.min_decay, min(self.decay, value))

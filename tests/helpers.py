@@ -414,7 +414,7 @@ def published_codec(folder, kind, **settings):
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(("embed", "embed_sum")):  # codebooks
             torch.nn.init.normal_(tensor)
-        elif tensor.requires_grad and kind == "encodec":  # initial biases would outweigh the audio
+        elif tensor.requires_grad and kind == "encodec":  # otherwise biases outweigh the audio
             tensor.data += 0.4 * torch.randn_like(tensor)
     model.save_pretrained(folder)
     return transformers.AutoModel.from_pretrained(folder).eval()

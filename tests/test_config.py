@@ -305,7 +305,7 @@ def test_an_error_is_explained_by_a_message_unless_it_explains_itself():
 
 @dataclasses.dataclass(frozen=True)
 class Ruled(config.Settings):
-    """Settings of each rule"""
+    """One setting for each rule of `field`"""
 
     plain: int = field(1)
     width: int = config.model_field(2)

@@ -40,8 +40,8 @@ def alone():
 
 def test_a_single_process_needs_no_group(on_ranks):
     expected = ([0, 1, 2], (["x"], "y", "z"), [1.0, 2.5], False)
-    assert alone() == expected  # by plain python
-    assert on_ranks(1, alone) == [expected]  # by torchrun
+    assert alone() == expected  # under plain python
+    assert on_ranks(1, alone) == [expected]  # under torchrun
 
 
 # Work and its errors

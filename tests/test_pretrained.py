@@ -107,7 +107,7 @@ def noise_fn(x):
 
 
 def scheduled(settings, steps, shape, predict):
-    """diffusers' sampling loop with the model `predict(x, t)`, from the first noise of seed 0.
+    """diffusers' sampling loop with the model `predict(x, t)`. It starts from torch's next noise.
 
     The scheduler gets float64 tables, because its own are off by 1e-3 in the last step.
     """
