@@ -189,7 +189,7 @@ class Config(config.TrainingRun):
         # The width is split into heads and, in the timestep embedding, into sines and cosines.
         if self.width % self.heads or self.width % 2:
             raise UserError(
-                f"--width {self.width}: expected an even multiple of --heads {self.heads}"
+                f"--width {self.width}: expected a multiple of 2 and --heads {self.heads}"
             )
         diffusion.check_settings(self)
         self.check_sampling(self.guidance_scale, max(self.eval_timesteps, default=0))
@@ -622,7 +622,7 @@ def open_data(cfg, source, device, widths=None):
         if clip_model:  # a CLIP with other widths cannot have made these embeddings
             clip_model.check_widths(f"--clip {spec} for {path}", dataset.width, encoding_width)
         clips.check_source(cfg, dataset, path, clip_model)
-        if with_captions:  # note it now, because samples do not show that their text was cut
+        if with_captions:  # note cut texts now: samples do not show that their text was cut
             if cfg.text_encodings:
                 encoding_width = clip_model.encoding_width
             texts = []
@@ -630,7 +630,7 @@ def open_data(cfg, source, device, widths=None):
                 with contextlib.suppress(UserError):  # a damaged caption affects only its sample
                     texts += dataset.texts([index])
             if not texts:
-                dataset.texts([0])  # raises the reason
+                dataset.texts([0])  # raises the suppressed error
             clip_model.note_cut(texts, cfg.max_text_len)
         found = [dataset.width, encoding_width]
         widths = widths or found  # all data must agree, or the first step would fail
@@ -661,7 +661,7 @@ def train(cfg):
 
         cfg = embed.with_builtin_data(cfg, device)
     run, cfg = resume.open_run(cfg, cfg.run_dir, MAX_CHUNK)
-    # The model file that the run resumes from may name the CLIP.
+    # The model file that the run starts from may name the CLIP.
     splits, clip_model, info = dist.on_all(lambda: open_data(cfg, run.source, device))
     dataset, indices = splits["train"]
     identity = resume.identify(run, cfg, splits, clip=info["clip_fingerprint"])
@@ -826,7 +826,7 @@ class SampleConfig(PriorConfig):
         2, "candidates per embedding; the one most similar to the text is kept"
     )
     steps: NonNegativeInt = field(0, "sampling steps, 0: the largest of eval_timesteps")
-    max_batch: PositiveInt = field(256, "embeddings per batch; a text is never split over batches")
+    max_batch: PositiveInt = field(256, "candidates per batch; those of one text share a batch")
     clip: str = field("", "CLIP for the text; default: the CLIP used in training")
     out: str = field("embeddings.npy", ".npy file for the embeddings (texts · num_samples, D)")
 
@@ -884,7 +884,7 @@ def sample(args):
     clip_model = negative = None
     if texts:
         spec = args.clip or contents["clip"]
-        # With another CLIP, texts would silently get other embeddings.
+        # Check the fingerprint: another CLIP would silently embed texts differently.
         clip_model = clips.load(spec, device, contents["clip_fingerprint"], text_only=True)
         clip_model.check_widths(f"--clip {spec}", *contents["widths"])
         clip_model.note_cut(texts, cfg.max_text_len)

@@ -140,9 +140,9 @@ def train_batches(cfg, dataset, indices, step, device, tokenizer=None, transform
 
 
 def eval_batches(dataset, indices, limit, chunk_size):
-    """Yield (number, batch) for at most `limit` (0: all) of the samples; ranks take turns.
+    """Yield (number, batch) for this rank's share of at most `limit` (0: all) samples.
 
-    Each rank gets its own batches. Collective: all ranks check for signals before every batch.
+    Collective: all ranks check for signals before every batch.
     """
     chunks = ChunkDataset(dataset, order.some_of(indices, limit))
     count = len(chunks.indices)
