@@ -29,8 +29,8 @@ SoundStream
   the codec models x[t] - a x[t-1], and losses and discriminators see this signal as well.
 - Weights and codebooks are averaged (EMA).
 - k-means++ initializes codebooks from frames of many batches; the paper uses only the first batch.
-  A code is dead if its share of use is low. Dead codes are replaced by evenly spaced frames of the
-  first chunk; the paper takes random ones.
+  A code is dead if its share of frames is low. Dead codes are replaced by evenly spaced frames of
+  the first chunk; the paper takes random ones.
 - Discriminators have leaky ReLUs of slope 0.1, zero padding, and no weight norm. One pooling by 4
   makes the wave at a quarter of the rate, not two poolings by 2.
 - Losses are means, not sums. Spectra are compared only as log-mel spectra. Feature distances are

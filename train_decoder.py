@@ -1023,7 +1023,7 @@ def sample_metrics(
             found.append((number, captions, embeds))
     first_unet.train(mode)  # restore the mode
 
-    # Gather all ranks, in the order of the samples.
+    # Gather the results of all ranks, in the order of the samples.
     metrics = loop.means(correct)
     found = sorted(itertools.chain(*dist.all_gather(found)))
     if judge:

@@ -18,8 +18,8 @@ What differs from the paper:
   optimizer and the 64 sampling steps of Table 3.
 - Sampling takes evenly spaced DDPM steps, or DPM-Solver++(2M) steps with --eta 0. The paper uses
   the analytic variance of Bao et al. 2022 (Table 3).
-- "No text" is the CLIP's encoding of "". It is zeros if no CLIP is loaded: when none is known, or
-  when it is an open_clip model and captions are not used.
+- "No text" is the CLIP's encoding of "", or zeros if no CLIP is loaded. An open_clip model is
+  loaded only to encode captions.
 - Sampling clamps its estimates of x0. For raw embeddings the bound is 10, as in Karlo's code. An
   imported model has its scheduler's bound (5 in diffusers' conversion of Karlo).
 - Gradients are clipped. `--preset dalle2` warms up the learning rate for 10,000 steps; the paper
@@ -461,7 +461,7 @@ def sample_embeddings(
         x0 = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma)
         return x0.clamp(-bound, bound), 0.0  # no learned variance
 
-    # Start from pure noise, and return to the scale of the CLIP.
+    # Start from pure noise, and return embeddings at the CLIP's scale.
     x_T = noise_fn(torch.empty(size, prior.embed_width, device=device))
     x0 = diffusion.sample(denoise, x_T, prior.alpha, prior.sigma, sampling_steps, eta, noise_fn)
     return prior.destandardize(x0)
@@ -633,7 +633,7 @@ def open_data(cfg, source, device, widths=None):
                 dataset.texts([0])  # raises the suppressed error
             clip_model.note_cut(texts, cfg.max_text_len)
         found = [dataset.width, encoding_width]
-        widths = widths or found  # all data must agree, or the first step would fail
+        widths = widths or found  # all data must agree, or the run would fail later
         if found != widths:
             raise UserError(
                 f"{path}: widths of embeddings and text encodings (0: none) are {found}; those of "

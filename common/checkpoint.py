@@ -47,7 +47,7 @@ def lock(file, wait=False):
     except (BlockingIOError, PermissionError):
         raise
     except OSError:  # Lustre and NFS may have no locks
-        if not wait:  # for example a run folder
+        if not wait:  # two processes would spoil a run folder
             config.note(
                 f"{file.name} cannot be locked; make sure that no other process trains here"
             )

@@ -31,7 +31,7 @@ MAX_UNUSABLE = 0.01  # a run ends if a larger fraction of the samples is unusabl
 
 @dataclasses.dataclass(eq=False)
 class ChunkDataset(torch.utils.data.Dataset):
-    """Maps positions of a run (first, one past the last) to a batch of the samples there.
+    """Maps a span of positions in a run (first, one past the last) to a batch of samples.
 
     With a seed, `indices` are shuffled anew in each epoch, and `fetch` gets random bits that depend
     on seed and position, for augmentation. Without a seed, for evaluation, samples are in order and

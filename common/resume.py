@@ -186,7 +186,7 @@ class RunFolder:
         except UserError:
             config.note(f"{path}: damaged, so it will be replaced")
             return
-        if contents["step"] > self.checkpoints[0]["step"]:  # its step is repeated
+        if contents["step"] > self.checkpoints[0]["step"]:  # its step will be repeated
             return
         if contents["val_settings"] != self.val_settings:
             config.note(
