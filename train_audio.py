@@ -29,9 +29,9 @@ SoundStream
   the codec models x[t] - a x[t-1], and losses and discriminators see this signal as well.
 - Weights and codebooks are averaged (EMA).
 - k-means++ initializes codebooks from frames of many batches; the paper uses only the first batch.
-  A code is dead if its share of use is low. Dead codes are replaced by evenly spaced frames of the
-  first chunk; the paper takes random ones.
-- Discriminators have no weight norm, leaky ReLUs of slope 0.1, and zero padding. One pooling by 4
+  A code is dead if its share of frames is low. Dead codes are replaced by evenly spaced frames of
+  the first chunk; the paper takes random ones.
+- Discriminators have leaky ReLUs of slope 0.1, zero padding, and no weight norm. One pooling by 4
   makes the wave at a quarter of the rate, not two poolings by 2.
 - Losses are means, not sums. Spectra are compared only as log-mel spectra. Feature distances are
   relative to the features' size (`soundstream.py`). Mel filters are wide enough for the shortest
@@ -43,12 +43,12 @@ AudioLM
   fast attention. Blocks are pre-norm with GELU; the paper specifies neither. Each quantizer has its
   own embeddings and its own output head.
 - Text is added: frequent words are tokens, other words are spelled in bytes. An EOS token is added,
-  too: it ends audio for a text. Crops that are not a whole recording have no text. The preset
+  too: it ends audio made from text. Crops that are not a whole recording have no text. The preset
   audiolm-16khz has no text at all.
 - The loss is a mean over samples of each sample's mean over tokens.
 - The preset speech-small, for small data sets, makes four copies of each recording, shifted by
-  quarters of a frame (--shifts). It appends another recording of the same speaker to half of them
-  (--join). It has no fine stage.
+  quarters of a frame (--shifts). With probability 0.5 it appends another recording of the same
+  speaker (--join). It has no fine stage.
 - Long audio is generated in windows that overlap by half. For later windows of the coarse stage,
   semantic tokens are computed from the audio so far, and aligned with the requested tokens.
 - By default Muon trains the coarse stage and the codec.
@@ -101,7 +101,7 @@ from common.models.nn import compile_blocks
 
 MAX_CHUNK = 64  # maximum recordings per forward pass if --chunk_size is 0
 BUILTIN_ROWS = 6_000  # recordings of the built-in syllables
-NUM_SOUNDS = 2  # audio files written by an evaluation
+NUM_SOUNDS = 2  # recordings that an evaluation writes as audio
 
 Optimizer = Literal["adamw", "muon"]
 # Tokens are stored in 16 bits.
@@ -115,7 +115,7 @@ class SharedConfig(config.TrainingRun):
     """Run, data and optimization, in all stages"""
 
     stage: str = field(
-        "all", "stage to train; all: one after the other, with default settings", fixed=True
+        "all", "stage to train; all: in turn, with only the shared settings", fixed=True
     )
     preset: str = field("", "named settings: speech-small, audiolm-16khz; --config and flags win")
     run_dir: str = field("runs/audio", "folder of the runs; each stage has RUN_DIR/STAGE")
@@ -126,7 +126,7 @@ class SharedConfig(config.TrainingRun):
         8_000, "samples per second; recordings with other rates are resampled", fixed=True
     )
     speaker_pattern: str = field(
-        "", 'regex for paths below --data; group 1 is the speaker; "": the subfolder is'
+        "", 'regex for paths below --data; group 1 is the speaker; "": the subfolder'
     )
     # Optimization
     warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")
@@ -302,7 +302,7 @@ def evaluate_codec(codec, cfg, split, device):
             fake = fake[None, :length]
             loss = soundstream.reconstruction_loss(fake, codec.emphasize(real), cfg)
             found["loss"].append(loss.item())
-            # The loss is measured on the emphasized signal, as in training, quality on the audio.
+            # As in training, the loss compares emphasized signals. Quality is measured on audio.
             fake = codec.deemphasize(fake.float())
             distance = (log_mel(fake) - log_mel(real)).abs().mean()
             found[f"mel_distance@{Q}"].append(distance.item())
@@ -828,7 +828,7 @@ def train_transformer(cfg, device):
             crops, indices, TEXT_WORDS, cfg.max_text_len
         )
     accumulate.seed_all(cfg.seed, "weights")  # all ranks start with the same weights
-    # Plain values to store in model files. Generation stays within these lengths.
+    # Plain values to store in model files, with the lengths that generation stays within.
     arguments = {
         "streams": list(map(list, streams)),
         "vocabulary": vocabulary,
@@ -1303,8 +1303,8 @@ SOUNDSTREAM = dict(
     quantizer_start=0,  # k-means before the first step (§III-C)
     wave_weight=0.0,  # not in the paper
     commitment_weight=1.0,
-    # In the paper λ_rec, λ_adv and λ_feat are 1, 1 and 100, for losses that are sums. With the
-    # weights here and trained discriminators, their gradients at the wave relate as 1 : 0.6 : 1.4.
+    # In the paper λ_rec, λ_adv and λ_feat are 1, 1 and 100, for losses that are sums. Here, with
+    # trained discriminators, their gradients at the wave are in the ratio 1 : 0.6 : 1.4.
     mel_weight=1.0,
     adversarial_weight=0.3,
     feature_weight=3.0,

@@ -35,14 +35,14 @@ What differs from the papers ("the presets" are those of DALL-E 2 and Karlo):
 - A model without attention levels has no attention in the middle either; ADM always has it there.
 - The group norm of a narrow layer has fewer than 32 groups.
 - The EMA decay warms up (ema.py).
-- Sampling takes evenly spaced steps, of DPM-Solver++(2M) with --eta 0, and clips its estimates of
+- Sampling takes evenly spaced steps (DPM-Solver++(2M) with --eta 0) and clips its estimates of
   x0. DALL-E 2 tunes the spacing.
 - In guidance, a negative text replaces "no text": its encodings, and the image embedding that the
   prior makes from it (as in Kandinsky 2).
 - Variations of an image start from fresh noise. DALL-E 2 (§3.1) inverts the image with DDIM.
-- Inpainting is RePaint with a jump length of 1; GLIDE fine-tunes a model. It takes DDPM
-  steps, or DDIM steps with --eta 0. Without a text, the condition is the embedding of the whole
-  image, so the original contents of the hole may reappear.
+- Inpainting is RePaint with a jump length of 1, in DDPM steps, or DDIM steps with --eta 0; GLIDE
+  fine-tunes a model. Without a text, the condition is the embedding of the whole image, so the
+  original contents of the hole may reappear.
 - There are no text diffs (§3.3).
 - Off by default and not in the papers: --loss_weight, --dream, LoRA.
 """
@@ -120,7 +120,7 @@ class SharedConfig(config.TrainingRun):
     """Stage and data"""
 
     stage: Literal["all", "base", "upsample"] = field(
-        "all", "stage to train; all: one after the other, with default settings"
+        "all", "stage to train; all: in turn, with only the shared settings"
     )
     preset: str = field(
         "",
@@ -209,7 +209,7 @@ class UNetConfig(SharedConfig):
     def __post_init__(self):
         super().__post_init__()
         levels = len(self.channel_mult)
-        # Group norms need at least four channels per group. Every level but the last is halved.
+        # Group norms need at least four channels per group. The image is halved between levels.
         divisor = 2 ** (levels - 1)
         if self.width % 4 or self.image_size % divisor or self.random_crop % divisor:
             raise UserError(
@@ -436,7 +436,7 @@ class UNet(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.widths = [embed_width, encoding_width]
-        # Karlo's upsampler has a second U-Net for the last sampling step; `load_unet` sets it.
+        # Karlo's upsampler has a second U-Net for the last step; see `load_last_step_unet`.
         self.last_step_unet = None
         emb_width = 4 * cfg.width
 
@@ -544,7 +544,7 @@ class UNet(nn.Module):
         x = x_t
         if low_res is not None:  # an upsampler sees it at every step (DALL-E 2 §2.1)
             x = torch.cat([x_t, low_res], dim=1)  # (B, 6, H, H)
-        # Images are channels last. On GPUs this slower layout would spread to all blocks.
+        # Images are channels last. Otherwise that layout, slow on GPUs, would spread to all blocks.
         x = x.contiguous(memory_format=layout_on(x.device))
         x = self.stem(x)  # (B, W, H, H)
         skips = [x]  # outputs on the way down
@@ -673,7 +673,7 @@ def upsampler_inputs(unet, batch):
         batch["image"].shape[1],
     )  # (B, 3, C, C)
 
-    # Add the noise of a random timestep, from the first --low_res_noise (a fraction) of them.
+    # Add the noise of a random timestep, one of the first --low_res_noise · T.
     fraction = torch.rand(size, device=device) * cfg.low_res_noise
     low_res_timestep = (fraction * (cfg.timesteps - 1)).round().long()  # (B,)
     noise = torch.randn_like(low_res)
@@ -898,7 +898,7 @@ def open_data(cfg, image_size, source, device):
                         f"{path}: has no embeddings; name the CLIP that makes them with --clip"
                     )
                 dataset.clip_size = clip_model.image_size
-        # With another CLIP, or embeddings of another length, training would silently go wrong.
+        # Otherwise another CLIP, or embeddings of another length, would silently spoil training.
         if clip_model:
             clip_model.check_widths(f"{path}, --clip {cfg.clip}", dataset.width)
         clips.check_source(cfg, dataset, path, clip_model)
@@ -911,7 +911,7 @@ def open_data(cfg, image_size, source, device):
     if cfg.image_condition:
         widths[0] = dataset.width or clip_model.embed_width
         if val_dataset and val_dataset.width not in (None, widths[0]):
-            raise UserError(f"{cfg.val_data}: its embeddings have another width than {cfg.data}'s")
+            raise UserError(f"{cfg.val_data}: its embeddings differ in width from {cfg.data}'s")
     if cfg.text_encodings:
         widths[1] = clip_model.encoding_width
         some = order.evenly_spaced(len(dataset), 256)
@@ -959,7 +959,7 @@ def mean_loss(unet, split, clip_model):
     """Mean diffusion loss over a split (dataset, indices), without loss weights. Collective."""
 
     def loss_of(batch):
-        if unet.cfg.low_res_size:  # the index seeds the crops: the same in all evaluations
+        if unet.cfg.low_res_size:  # the index seeds the crops, so all evaluations share them
             batch = cut_crops(batch, batch["index"].cpu().numpy(), unet.cfg)
         condition = conditioning(batch, unet.cfg, clip_model)
         return diffusion_loss(unet, batch, condition)
@@ -1023,7 +1023,7 @@ def sample_metrics(
             found.append((number, captions, embeds))
     first_unet.train(mode)  # restore the mode
 
-    # Gather all ranks, in the order of the samples.
+    # Gather the results of all ranks, in the order of the samples.
     metrics = loop.means(correct)
     found = sorted(itertools.chain(*dist.all_gather(found)))
     if judge:
@@ -1583,8 +1583,8 @@ DALLE2_256 = dict(
     eval_steps=27,
 )
 # For thousands of captioned images. Both presets were run to the end on 6,000 emoji. The first is
-# for two CPU cores: a base for 32 pixels, and an upsampler. Its batches are small, because these
-# learn more in the same time. The second is for one GPU: a base for 64 pixels (383 s on an H200).
+# for two CPU cores: a base for 32 pixels, and an upsampler. Its batches are small, to learn more
+# in the same time. The second is for one GPU: a base for 64 pixels (383 s on an H200).
 PICTURES = dict(eval_samples=100)  # retrieval compares a hundred images
 PICTURES_CPU = {
     "all": PICTURES,

@@ -18,8 +18,8 @@ What differs from the paper:
   optimizer and the 64 sampling steps of Table 3.
 - Sampling takes evenly spaced DDPM steps, or DPM-Solver++(2M) steps with --eta 0. The paper uses
   the analytic variance of Bao et al. 2022 (Table 3).
-- "No text" is the CLIP's encoding of "". It is zeros if no CLIP is loaded: when none is known, or
-  when it is an open_clip model and captions are not used.
+- "No text" is the CLIP's encoding of "", or zeros if no CLIP is loaded. An open_clip model is
+  loaded only to encode captions.
 - Sampling clamps its estimates of x0. For raw embeddings the bound is 10, as in Karlo's code. An
   imported model has its scheduler's bound (5 in diffusers' conversion of Karlo).
 - Gradients are clipped. `--preset dalle2` warms up the learning rate for 10,000 steps; the paper
@@ -189,7 +189,7 @@ class Config(config.TrainingRun):
         # The width is split into heads and, in the timestep embedding, into sines and cosines.
         if self.width % self.heads or self.width % 2:
             raise UserError(
-                f"--width {self.width}: expected an even multiple of --heads {self.heads}"
+                f"--width {self.width}: expected a multiple of 2 and --heads {self.heads}"
             )
         diffusion.check_settings(self)
         self.check_sampling(self.guidance_scale, max(self.eval_timesteps, default=0))
@@ -461,7 +461,7 @@ def sample_embeddings(
         x0 = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma)
         return x0.clamp(-bound, bound), 0.0  # no learned variance
 
-    # Start from pure noise, and return to the scale of the CLIP.
+    # Start from pure noise, and return embeddings at the CLIP's scale.
     x_T = noise_fn(torch.empty(size, prior.embed_width, device=device))
     x0 = diffusion.sample(denoise, x_T, prior.alpha, prior.sigma, sampling_steps, eta, noise_fn)
     return prior.destandardize(x0)
@@ -622,7 +622,7 @@ def open_data(cfg, source, device, widths=None):
         if clip_model:  # a CLIP with other widths cannot have made these embeddings
             clip_model.check_widths(f"--clip {spec} for {path}", dataset.width, encoding_width)
         clips.check_source(cfg, dataset, path, clip_model)
-        if with_captions:  # note it now, because samples do not show that their text was cut
+        if with_captions:  # note cut texts now: samples do not show that their text was cut
             if cfg.text_encodings:
                 encoding_width = clip_model.encoding_width
             texts = []
@@ -630,10 +630,10 @@ def open_data(cfg, source, device, widths=None):
                 with contextlib.suppress(UserError):  # a damaged caption affects only its sample
                     texts += dataset.texts([index])
             if not texts:
-                dataset.texts([0])  # raises the reason
+                dataset.texts([0])  # raises the suppressed error
             clip_model.note_cut(texts, cfg.max_text_len)
         found = [dataset.width, encoding_width]
-        widths = widths or found  # all data must agree, or the first step would fail
+        widths = widths or found  # all data must agree, or the run would fail later
         if found != widths:
             raise UserError(
                 f"{path}: widths of embeddings and text encodings (0: none) are {found}; those of "
@@ -661,7 +661,7 @@ def train(cfg):
 
         cfg = embed.with_builtin_data(cfg, device)
     run, cfg = resume.open_run(cfg, cfg.run_dir, MAX_CHUNK)
-    # The model file that the run resumes from may name the CLIP.
+    # The model file that the run starts from may name the CLIP.
     splits, clip_model, info = dist.on_all(lambda: open_data(cfg, run.source, device))
     dataset, indices = splits["train"]
     identity = resume.identify(run, cfg, splits, clip=info["clip_fingerprint"])
@@ -826,7 +826,7 @@ class SampleConfig(PriorConfig):
         2, "candidates per embedding; the one most similar to the text is kept"
     )
     steps: NonNegativeInt = field(0, "sampling steps, 0: the largest of eval_timesteps")
-    max_batch: PositiveInt = field(256, "embeddings per batch; a text is never split over batches")
+    max_batch: PositiveInt = field(256, "candidates per batch; those of one text share a batch")
     clip: str = field("", "CLIP for the text; default: the CLIP used in training")
     out: str = field("embeddings.npy", ".npy file for the embeddings (texts · num_samples, D)")
 
@@ -884,7 +884,7 @@ def sample(args):
     clip_model = negative = None
     if texts:
         spec = args.clip or contents["clip"]
-        # With another CLIP, texts would silently get other embeddings.
+        # Check the fingerprint: another CLIP would silently embed texts differently.
         clip_model = clips.load(spec, device, contents["clip_fingerprint"], text_only=True)
         clip_model.check_widths(f"--clip {spec}", *contents["widths"])
         clip_model.note_cut(texts, cfg.max_text_len)

@@ -25,8 +25,8 @@ try:
 except ImportError:  # Windows: nothing is locked
     fcntl = None
 
-# Types of entries, checked on loading. Later, a wrong type would raise an error that does not name
-# the file.
+# Types of entries, checked on loading. Otherwise a wrong type would raise a later error that does
+# not name the file.
 KINDS = dict.fromkeys(("model", "ema", "training", "config", "lora"), dict) | {"step": int}
 
 # Files
@@ -47,7 +47,7 @@ def lock(file, wait=False):
     except (BlockingIOError, PermissionError):
         raise
     except OSError:  # Lustre and NFS may have no locks
-        if not wait:  # for example a run folder
+        if not wait:  # two processes would spoil a run folder
             config.note(
                 f"{file.name} cannot be locked; make sure that no other process trains here"
             )
@@ -100,7 +100,7 @@ class Hashing:
 def save(contents, path):
     """Write nested dicts and lists of tensors and plain values; returns the file's sha256.
 
-    The hash is computed while writing, because all ranks wait and a file may have tens of GB.
+    The hash is computed while writing, because all ranks wait and a file may be tens of GB.
     """
     with atomic_write(path) as file:
         hashing = Hashing(file)  # torch writes from beginning to end, without seeking

@@ -42,7 +42,7 @@ class EMA:
             self.sources.append((self.model.get_submodule(layer), name))
 
     def decay_at(self, step):
-        """The decay after optimizer step number `step`, from 1 on; 0 copies the parameters.
+        """The decay after optimizer step `step` (from 1 on); a decay of 0 copies parameters.
 
         It is 1 - (1 + s/inv_gamma)^-power, clamped to [min_decay, decay], where s = step -
         update_after - 1 is the number of steps already averaged.

@@ -31,7 +31,7 @@ MAX_UNUSABLE = 0.01  # a run ends if a larger fraction of the samples is unusabl
 
 @dataclasses.dataclass(eq=False)
 class ChunkDataset(torch.utils.data.Dataset):
-    """Maps positions of a run (first, one past the last) to a batch of the samples there.
+    """Maps a span of positions in a run (first, one past the last) to a batch of samples.
 
     With a seed, `indices` are shuffled anew in each epoch, and `fetch` gets random bits that depend
     on seed and position, for augmentation. Without a seed, for evaluation, samples are in order and
@@ -140,9 +140,9 @@ def train_batches(cfg, dataset, indices, step, device, tokenizer=None, transform
 
 
 def eval_batches(dataset, indices, limit, chunk_size):
-    """Yield (number, batch) for at most `limit` (0: all) of the samples; ranks take turns.
+    """Yield (number, batch) for this rank's share of at most `limit` (0: all) samples.
 
-    Each rank gets its own batches. Collective: all ranks check for signals before every batch.
+    Collective: all ranks check for signals before every batch.
     """
     chunks = ChunkDataset(dataset, order.some_of(indices, limit))
     count = len(chunks.indices)

@@ -1,6 +1,6 @@
 """Helpers for training loops: when to evaluate and save, log lines, checks for NaN, evaluation.
 
-Each script has its own loop, inside the context `begin`. It yields a `Progress`, which logs and
+Each script has its own loop, inside the context `begin`, which yields a `Progress` that logs and
 saves.
 """
 

@@ -112,7 +112,7 @@ class Complement:
 
     def __init__(self, n, excluded):
         self.size = n - len(excluded)
-        self.kept_before = excluded - np.arange(len(excluded))  # number kept before each
+        self.kept_before = excluded - np.arange(len(excluded))  # counts, one per excluded number
 
     def __len__(self):
         return self.size

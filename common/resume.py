@@ -4,7 +4,7 @@
     RUN/auto_resume.json         written next; lists the checkpoints, so a run can always resume
 
 Before its loop, a script calls `open_run` (lock the folder, find the checkpoint, choose the chunk
-size), `identify` (is it the same run?), makes its State, and calls `restore` (weights and state).
+size) and `identify` (the same run?), makes its State, and calls `restore` (weights and state).
 """
 
 import contextlib
@@ -186,7 +186,7 @@ class RunFolder:
         except UserError:
             config.note(f"{path}: damaged, so it will be replaced")
             return
-        if contents["step"] > self.checkpoints[0]["step"]:  # its step is repeated
+        if contents["step"] > self.checkpoints[0]["step"]:  # its step will be repeated
             return
         if contents["val_settings"] != self.val_settings:
             config.note(
@@ -408,7 +408,7 @@ def identify(run, cfg, splits, **others):
 def check_identity(path, identity):
     """UserError unless the checkpoint `path` has the same identity.
 
-    A value of None is unknown, and matches any value. Names that only one of them has are ignored,
+    A value of None is unknown, and matches any value. Names that only one identity has are ignored,
     because a fork may have added or removed settings.
     """
     contents = checkpoint.load(path, mmap=True)

@@ -36,7 +36,7 @@ class Logger:
         """Log metrics {name: number}, and samples [(SECTION/NAME, PNG or WAV file, caption), …]."""
 
     def file(self, path):
-        """Store a file. At every start of a run, this is config.json."""
+        """Store a file: config.json, at every start of a run."""
 
     def finish(self, error):
         """End logging. error: the Exception, or SystemExit after a signal, or None."""
