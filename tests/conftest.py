@@ -2,7 +2,7 @@
 
 Docstrings of tests name the promise to users that they check: 1 resuming is exact, 2 a signal saves
 the run, 3 nothing saved is lost, 4 non-finite values are not saved, 5 files are loaded safely,
-6 all ranks end together, 7 a bad sample costs a sample, 8 a mistake ends in one line, 9 results
+6 all ranks end together, 7 a bad sample is replaced, 8 a mistake ends in one line, 9 results
 repeat, 10 a fork works.
 """
 import concurrent.futures

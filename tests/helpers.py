@@ -168,7 +168,7 @@ def write_files(folder, files):
 
 
 def awake(module, std=0.1):
-    """Replace parameters of only zeros with random numbers, because zeros would hide mistakes."""
+    """Fill all-zero parameters with random numbers, because zeros would hide mistakes."""
     for parameter in module.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=std)
@@ -400,7 +400,7 @@ def write_pipeline(folder):
             model.clip_mean.data.normal_(generator=generator)
             model.clip_std.data.uniform_(0.5, 1.5, generator=generator)
         model.save_pretrained(Path(folder, name))
-    # Karlo has 5.
+    # Karlo's range is 5.
     scheduler = diffusers.UnCLIPScheduler(clip_sample_range=0.5)
     scheduler.save_pretrained(Path(folder, "prior_scheduler"))
     return models

@@ -78,7 +78,7 @@ def gradient_of(model):
 
 
 def chunked_gradients():
-    """This rank's gradients after training in chunks of 1 to 4 samples."""
+    """The batch's gradient on this rank, once for each chunk size from 1 to 4."""
     gradients = []
     for chunk_size in (1, 2, 3, 4):
         model, inputs, targets = whole_batch()

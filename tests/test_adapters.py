@@ -107,7 +107,7 @@ def test_a_base_in_half_precision_gives_what_autocast_does_and_adapters_stay_in_
 
 
 def start_adapted(base, path):
-    """Weights of a newly adapted model, and of one that starts with merged adapters."""
+    """(number of adapters, a weight of the base, weights with adapters merged in)."""
     models = [Small(), Small()]
     for parameter in (*models[0].parameters(), *models[1].parameters()):
         nn.init.zeros_(parameter)
@@ -115,7 +115,7 @@ def start_adapted(base, path):
     state = resume.State(
         Settings(init_from=str(path)), models[1], EMA(models[1]), [], None, {}, {})
     resume.restore(SimpleNamespace(resume_from=None), state)
-    base_weights = models[0].out.weight.detach()  # it has no adapter
+    base_weights = models[0].out.weight.detach()  # this layer has no adapter
     return len(trained), base_weights, models[1].state_dict()
 
 
@@ -196,7 +196,7 @@ def test_adapters_are_trained_and_saved_alone_and_resume_but_not_on_another_base
     losses = []
     for folder in (finished, "run"):
         losses.append([line["val_loss"] for line in metrics(folder) if "val_loss" in line])
-    assert losses[1][-1] < losses[1][0] < losses[0][0]  # it starts with the base
+    assert losses[1][-1] < losses[1][0] < losses[0][0]  # the adapters start from the base
 
     digest = checkpoint.checksum(base)
     info = {"rank": 4, "base": str(base), "base_sha256": digest, "source": str(base)}

@@ -1,4 +1,4 @@
-"""The optimizer step in mixed precision. Overflows are tested with the loops, on ranks."""
+"""The optimizer step in mixed precision. Overflows are tested with the scripts."""
 import contextlib
 
 import pytest
@@ -82,7 +82,7 @@ def casts_of_two_steps(context):
 def test_weights_are_cast_once_for_all_chunks_of_a_step_and_gradients_stay_the_same():
     count, gradients = casts_of_two_steps(amp.shared_cast_cache)
     plain_count, plain_gradients = casts_of_two_steps(lambda device: contextlib.nullcontext())
-    assert plain_count == 3 * count and count >= 8  # two weights, two biases
+    assert plain_count == 3 * count and count >= 8  # four parameters in two steps
     assert same(gradients, plain_gradients)
 
 

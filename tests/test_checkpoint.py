@@ -54,7 +54,7 @@ def write_checkpoint(path, **entries):
 # Files
 
 class Secret:
-    """Code that an unsafe pickle would run."""
+    """An object that runs code when unpickled."""
 
     def __reduce__(self):
         return Path("executed").touch, ()
@@ -141,7 +141,7 @@ def test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_write_ends
 
 
 @pytest.mark.parametrize("write", [
-    lambda path: checkpoint.save({"model": {"w": torch.zeros(1 << 16)}}, path),  # by torch
+    lambda path: checkpoint.save({"model": {"w": torch.zeros(1 << 16)}}, path),  # torch.save fails
     lambda path: checkpoint.write_json(["x" * 4000] * 100, path),
 ])
 def test_a_full_disk_is_told_with_the_files_name_and_the_old_file_stands(write, tmp_path):
@@ -169,7 +169,7 @@ def test_the_checksum_is_the_sha256_of_all_bytes(size, tmp_path):
     path.write_bytes(b"x" * size)
     assert checkpoint.checksum(path) == hashlib.sha256(path.read_bytes()).hexdigest()
     contents = {"model": {"w": torch.arange(size), "b": torch.ones(3)}}
-    sha256 = checkpoint.save(contents, path)  # of the bytes as written
+    sha256 = checkpoint.save(contents, path)  # computed while writing
     assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert same(checkpoint.load(path), contents)
 
@@ -205,7 +205,7 @@ def test_a_file_system_without_locks_is_a_note_about_the_run_alone(tmp_path, mon
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with open(tmp_path / "x", "a") as file:
-        checkpoint.lock(file, wait=True)  # for a download, which does no harm if repeated
+        checkpoint.lock(file, wait=True)  # as for an index, which may be built twice
         assert capsys.readouterr().err == ""
         checkpoint.lock(file)
         assert "make sure that no other process trains here" in capsys.readouterr().err

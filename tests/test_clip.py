@@ -33,7 +33,8 @@ def test_the_vocabulary_is_the_most_frequent_words_and_others_are_spelled_by_the
     tokenizer = clip.Tokenizer(["low"])
     spelled = b" \xc3\xbc3 ,"  # each word after a space
     assert tokenizer.encode("LOW\n Ü3,") == [259, *(3 + byte for byte in spelled)]
-    for text, other in (("half \ud83d", "half ?"), ("U\u03083,", "\xfc3,")):  # forms of an accent
+    # A lone surrogate becomes "?", and accents are composed.
+    for text, other in (("half \ud83d", "half ?"), ("U\u03083,", "\xfc3,")):
         assert tokenizer.encode(text) == tokenizer.encode(other)
     assert clip.Tokenizer.learn(["cafe\u0301"], 9).vocabulary == ["caf\xe9"]
 
@@ -85,7 +86,8 @@ def test_images_are_cut_to_the_central_square_and_resized_with_pixels_from_minus
         assert_close(model.embed_image(image), expected)
 
     drawn, _ = synthetic.shapes(range(4), size=64)
-    wide = torch.from_numpy(drawn[:, :50])  # bicubic overshoots
+    wide = torch.from_numpy(drawn[:, :50])
+    # Clamp, because bicubic overshoots.
     shrunk = pixels.resize(wide.permute(0, 3, 1, 2) / 255, 16).clamp(0, 1)  # (4, 3, 16, 20)
     assert_close(clip.center_crop(wide, 16), shrunk[..., 2:18])
 
@@ -132,4 +134,4 @@ def test_retrieval_counts_what_is_nearest_by_the_hundred():
     assert clip.retrieval(queries, references, captions) == 0.9
     captions[0] = captions[20]  # an equal caption is correct
     assert clip.retrieval(queries, references, captions) == 0.905
-    assert clip.retrieval(references[[1, 1]], references[:2], captions[:2]) == 0.5  # among two
+    assert clip.retrieval(references[[1, 1]], references[:2], captions[:2]) == 0.5  # two references

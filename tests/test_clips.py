@@ -1,4 +1,4 @@
-"""The CLIP of a run: found by name or from the data, and equal to the open_clip package's."""
+"""The CLIP of a run, found by name or from the data; embeddings equal to those of open_clip."""
 
 import contextlib
 import io
@@ -185,7 +185,7 @@ def test_embeddings_in_another_order_than_the_pictures_are_refused_if_a_clip_is_
 
 @pytest.mark.parametrize("shift", [0, 1])
 def test_text_embeddings_in_another_order_than_the_captions_are_refused_by_a_prior(shift, tmp_path):
-    captions = [f"caption {i // 2}" for i in range(60)]  # two pictures share a caption
+    captions = [f"caption {i // 2}" for i in range(60)]  # each caption occurs twice
     rows = Encoder().text_condition(captions, 1)["text_embed"].numpy()
     records = [{"caption": caption} for caption in captions]
     embeddings.write_shards(tmp_path, rows, np.roll(rows, 2 * shift, 0), records)

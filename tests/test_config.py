@@ -152,7 +152,7 @@ def test_the_config_of_a_run_reads_back_as_it_was_or_with_notes_if_a_script_has_
 @pytest.mark.parametrize("words, given", [
     ("", set()),
     ("--preset large", {"preset"}),
-    ("--preset=large --lr 0.5 --steps=100", {"preset", "lr", "steps"}),  # also a default value
+    ("--preset=large --lr 0.5 --steps=100", {"preset", "lr", "steps"}),  # 100 is the default
     ("--config a.json --compile", {"lr", "widths", "compile"}),
     ("--config run.json", {"lr", "stage"}),
 ])
@@ -397,14 +397,14 @@ SCRIPTS = ["train_prior", "train_decoder", "train_audio"]
 def test_torchrun_hands_on_every_flag_and_none_begins_one_of_its_own(script):
     torchrun = get_args_parser()
     for flag in flags_of(importlib.import_module(script).COMMANDS):
-        # On Python 3.11 and older, it would be taken for an abbreviation of torchrun's flag.
+        # On Python 3.11 and older, torchrun would take a prefix of its own flag for that flag.
         assert not [name for name in torchrun._option_string_actions if name.startswith(flag)]
         args = torchrun.parse_args(["--nproc_per_node=2", "script.py", "sample", flag, "x"])
         assert args.training_script_args == ["sample", flag, "x"]
 
 
 def test_flags_that_messages_and_comments_name_exist(monkeypatch):
-    known = {"--config", "--help", "--shm"}  # of docker
+    known = {"--config", "--help", "--shm"}  # --shm-size is docker's
     known |= {"--nproc_per_node", "--nnodes", "--rdzv_endpoint"}  # of torchrun
 
     def run(commands, *more, **named):

@@ -105,7 +105,7 @@ def test_weights_are_finite_at_pure_noise_and_those_of_flow_follow_their_formula
 @pytest.mark.parametrize("density", ["uniform", "logit_normal", "mode"])
 def test_timesteps_have_the_published_density(density):
     drawn = diffusion.sample_timesteps(density, (400, 500), 20, "cpu")
-    # The times at all quantiles (SD3, Eq. 19 and 20).
+    # Times at evenly spaced quantiles (SD3, Eq. 19 and 20).
     u = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
     time = {
         "uniform": u,
@@ -125,7 +125,7 @@ def test_dream_moves_input_and_target_along_the_networks_error():
     x_t = alpha * x0 + sigma * noise
     target = diffusion.dream(noise, predicted, sigma)
     assert_close(target, noise + (noise - predicted) * sigma)
-    # Algorithm 1 moves x_t by the same error, so it still belongs to x0 and the new noise.
+    # Algorithm 1 moves x_t by the same error, so that it fits x0 and the new noise.
     assert_close(x_t + sigma * sigma * (noise - predicted), alpha * x0 + sigma * target)
     assert torch.equal(diffusion.dream(noise, noise, sigma), noise)  # nothing to correct
 
@@ -195,7 +195,7 @@ def test_the_first_term_is_the_likelihood_of_eight_bit_pixels(estimate, fraction
     bar = torch.cumprod(1 - beta, 0)
     stand_in = beta[1] * (1 - bar[0]) / (1 - bar[1])  # used by Nichol & Dhariwal, because β̃₀ is 0
     std = (beta[0] ** fraction * stand_in ** (1 - fraction)).sqrt()
-    upper = pixels[:-1, 0].double() + 1 / 255  # the edges between two values
+    upper = pixels[:-1, 0].double() + 1 / 255  # the edges between neighboring values
     below = Normal(estimate, std).cdf(upper)
     below = torch.cat([torch.zeros(1), below, torch.ones(1)])
     assert_close(torch.exp2(-bits.double()), below.diff(), rtol=2e-3, atol=1e-7)
@@ -221,7 +221,7 @@ def test_a_sample_has_the_same_noise_in_any_batch():
     of_pairs = diffusion.noise_generator([5, 6], "cpu")
     of_one = diffusion.noise_generator([6], "cpu")
     draws = torch.stack([of_three(torch.zeros(3, 16)) for _ in range(3)])
-    expected = of_one(torch.zeros(2, 16))  # in pairs, two samples share a seed
+    expected = of_one(torch.zeros(2, 16))  # two samples share the seed
     assert torch.equal(draws[:2, 1], expected)
     assert torch.equal(of_pairs(torch.zeros(4, 16))[2:], expected)
     assert len(torch.cat(list(draws)).unique(dim=0)) == 9
@@ -367,14 +367,14 @@ def test_learned_variance_runs_from_the_posteriors_to_betas_times_eta(name, eta,
     x = torch.ones(1, 1)
     diffusion.sample(denoise, x, alpha, sigma, 6, eta, noise_fn)
     t, t_prev, *_ = diffusion.sampling_timesteps(T, 6, name == "flow")
-    # The first of six steps, from x_t = 1 to an x₀ of 0.
+    # The first of six steps, for x_t = 1 and x₀ = 0.
     a = alpha.double().tolist()
     s = sigma.double().tolist()
     ratio = a[t] / a[t_prev]
     beta = s[t] ** 2 - ratio ** 2 * s[t_prev] ** 2
     posterior = beta * (s[t_prev] / s[t]) ** 2
     spread = eta * math.sqrt(beta ** fraction * posterior ** (1 - fraction))
-    direction = math.sqrt(s[t_prev] ** 2 - eta ** 2 * posterior)  # for any variance
+    direction = math.sqrt(s[t_prev] ** 2 - eta ** 2 * posterior)  # for any `fraction`
     assert inputs[1] == pytest.approx(direction / s[t] + spread, rel=1e-4)
 
 
@@ -428,7 +428,7 @@ def test_settings_that_would_have_no_effect_are_refused_and_no_others():
         except UserError:
             continue
         accepted.add(names)
-    of_flow = itertools.product(["flow"], ["cosine"], WEIGHTS)  # own levels, any weight
+    of_flow = itertools.product(["flow"], ["cosine"], WEIGHTS)  # the default, which flow ignores
     of_others = itertools.product(OBJECTIVES[:3], ["cosine", "linear"], WEIGHTS[:2])
     assert accepted == {*of_flow, *of_others}
 
@@ -497,7 +497,7 @@ def test_what_is_kept_is_noised_to_the_level_of_each_step_and_again_before_it_is
     s = sigma.double().tolist()
     for (before, _), (t, x) in itertools.pairwise(inputs):
         expected = 2 * a[t] + s[t]
-        if before == t:  # from the next level, by q(x_t | x_prev), whose variances add up
+        if before == t:  # noised by q(x_t | x_prev): the variances add up to σ_t²
             t_prev = timesteps[timesteps.index(t) + 1]
             ratio = a[t] / a[t_prev]
             from_prev = ratio * s[t_prev]

@@ -15,7 +15,7 @@ from common.config import UserError
 # Values
 
 def exchange():
-    values = [[1.0, 0.0, 5.0], [7.0]][dist.rank()]  # more on one rank, and a true zero
+    values = [[1.0, 0.0, 5.0], [7.0]][dist.rank()]  # rank 0 has more values, one of them 0
     tiny = [2.0**20, 2.0**-30][dist.rank()]
     return (
         dist.all_sum([sum(values), len(values), 0.0, tiny]),
@@ -24,7 +24,7 @@ def exchange():
 
 
 def test_sums_over_unevenly_filled_ranks_are_exact_and_values_reach_every_rank(on_ranks):
-    sums = [13.0, 4.0, 0.0, 2.0**20 + 2.0**-30]  # float32 would lose the last one
+    sums = [13.0, 4.0, 0.0, 2.0**20 + 2.0**-30]  # float32 would round the last sum
     assert on_ranks(2, exchange) == [(sums, [("value", 0), ("value", 1)])] * 2
 
 
@@ -139,7 +139,7 @@ def sum_up(bucket):
     summed = gradients(dist.sum_gradients)
     assert kernel.weight.grad.stride() == kernel.weight.stride()
     assert frozen.weight.grad is None
-    assert early[-1] == 48  # its weight and bias are being summed
+    assert early[-1] == 48  # its weight and bias, in one buffer
     return [dist.all_sum(values) for values in plain], summed
 
 
@@ -195,7 +195,7 @@ def test_nothing_is_stopped_outside_the_context_and_handlers_are_what_they_were(
     before = [signal.getsignal(number) for number in dist.SIGNALS]
     with pytest.raises(ZeroDivisionError), dist.listening():
         os.kill(os.getpid(), signal.SIGTERM)
-        1 / 0  # noqa: B018 (however it ends)
+        1 / 0  # noqa: B018 (an error ends the context)
     assert [signal.getsignal(number) for number in dist.SIGNALS] == before
     assert [*dist.my_share(3)] == [0, 1, 2]
 
@@ -231,9 +231,9 @@ def work():
     model = torch.nn.Linear(2, 2)
     with dist.sum_gradients(model):
         model(torch.ones(1, 2)).sum().backward()
-    for optimizer in optim.make(model, "muon", 0.1, 0.1):  # which imports what may hold the group
+    for optimizer in optim.make(model, "muon", 0.1, 0.1):  # its imports may keep the group alive
         optimizer.step()
-    model.around = [model]  # the group is held in a circle, which only the garbage collector finds
+    model.around = [model]  # a reference cycle, which only the garbage collector frees
 
 def has_threads():
     names = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
@@ -247,7 +247,7 @@ print(has_threads())
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at the threads of Linux")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 def test_no_thread_of_the_group_outlives_it_and_aborts_the_process_at_its_end():
     port = free_port()
     outputs = []

@@ -1,4 +1,4 @@
-"""The moving average, compared with torch's AveragedModel, and its decay with slow formulas."""
+"""The moving average and its decay, compared with torch's AveragedModel and the formula."""
 import copy
 
 import pytest
@@ -57,7 +57,7 @@ def test_the_average_is_torchs_averagedmodel_of_those_decays_and_all_else_is_the
         if step % ema.update_every == 0:
             reference.multi_avg_fn = get_ema_multi_avg_fn(ema.decay_at(step))
             reference.update_parameters(model)
-        expected = model.state_dict()  # buffers and frozen weights
+        expected = model.state_dict()  # for buffers and frozen weights
         for name, parameter in reference.module.named_parameters():
             if parameter.requires_grad:
                 expected[name] = parameter
@@ -75,7 +75,7 @@ def test_the_average_is_torchs_averagedmodel_of_those_decays_and_all_else_is_the
 def test_the_decay_follows_the_formula(settings):
     ema = EMA(Model(), decay=0.95, **settings)
     decays = [ema.decay_at(step) for step in range(1, 300)]
-    # The defaults of diffusers' EMAModel.
+    # EMA's defaults, except for `decay`.
     defaults = dict(inv_gamma=1.0, power=0.75, min_decay=0.0, update_after=0)
     inv_gamma, power, min_decay, update_after = (defaults | settings).values()
     s = torch.arange(1.0, 299 - update_after, dtype=torch.float64)
@@ -190,7 +190,7 @@ def test_weights_are_restored_after_an_error_and_not_stored_twice():
     model, ema = make()
     weights = copy.deepcopy(model.state_dict())
     with pytest.raises(ZeroDivisionError), ema.applied(model):
-        1 / 0  # noqa: B018 (the error is meant)
+        1 / 0  # noqa: B018 (the error is intended)
     assert same(model.state_dict(), weights)
     with ema.applied(model), pytest.raises(AssertionError), ema.applied(model):
         pass

@@ -107,7 +107,7 @@ def test_one_unusable_row_in_a_hundred_is_named_and_more_are_refused(folder):
 
 
 def test_a_file_that_claims_more_rows_than_were_written_is_refused_at_once(folder):
-    for name in ("img_emb", "text_emb"):  # sparse: it takes no space
+    for name in ("img_emb", "text_emb"):  # sparse files take no space
         path = folder / name / f"{name}_0.npy"
         np.lib.format.open_memmap(path, "w+", np.float16, (10**9, 6))
     with pytest.raises(UserError, match="img_emb: most rows are all zero"):
@@ -188,7 +188,7 @@ def test_a_mark_and_another_end_of_line_are_no_part_of_a_caption(tmp_path):
 
 
 def write_parquet(folder, shards):
-    """Write a parquet file for each list of captions in `shards`; returns pyarrow.parquet."""
+    """Write a parquet file for each list of captions in `shards`."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     (folder / "metadata").mkdir()

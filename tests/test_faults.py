@@ -1,4 +1,4 @@
-"""Faults in real files and processes: no data are lost, and each ends with one line."""
+"""Faults in real files and processes: nothing saved is lost, and errors name their cause."""
 import os
 import random
 import re
@@ -123,7 +123,7 @@ def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(
     """Promise 1: resuming is exact."""
     monkeypatch.chdir(world)
     script, stage, settings = CASES[case]
-    if script == "train_audio":  # a chunk for each rank
+    if script == "train_audio":  # so that each rank has a chunk
         settings = {**STAGES[stage], "data": "voices", "chunk_size": 1, **settings}
     if stage:
         settings["stage"] = stage
@@ -319,7 +319,7 @@ def test_a_full_disk_ends_the_run_by_the_files_name_and_the_last_checkpoint_stan
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"File too large, writing: '{tmp_path}/checkpoints/step_00000016.pt'" in out
-    # The first command evaluated at its end, step 8, and those lines are kept.
+    # The first command evaluated at its end, step 8, and its metrics are kept.
     go_on(words, finished, tmp_path, but=["metrics"])
 
 
@@ -385,7 +385,7 @@ def test_a_file_of_another_model_is_refused_in_one_line_with_the_names_that_diff
 
 
 def test_a_shard_cut_off_while_it_is_read_is_one_line(tmp_path):
-    """Promise 8: the file is opened again. A map kept from before would crash the process."""
+    """Promise 8: the file is opened again. An earlier memory map would crash the process."""
     path = tmp_path / "a.npy"
     np.save(path, np.ones((100, 64), np.float32))
     embeddings.open_npy(path)

@@ -108,7 +108,7 @@ def test_a_source_that_cannot_be_read_ends_all_ranks_with_its_message(on_ranks, 
 
 
 def open_and_die(folder, moment):
-    """Open the index in `folder`, and kill this process at the call of fsync number `moment`."""
+    """Open the index in `folder`, and kill this process at call number `moment` of fsync."""
     calls = []
     fsync = os.fsync
 
@@ -131,7 +131,7 @@ def test_after_a_kill_at_any_moment_only_the_source_that_it_was_at_is_made_again
         finished = len(list(folder.rglob("*.npz")))
         made = []
         assert content(open_index(folder, made)) == expected()
-        if not process.exitcode:  # no more calls: it was not killed
+        if not process.exitcode:  # fewer than `moment` calls: not killed
             break
         assert process.exitcode == -signal.SIGKILL
         assert made == list(range(finished, COUNT))

@@ -69,7 +69,7 @@ def test_a_place_without_captioned_images_is_refused(tmp_path):
 
 
 def encoded(image, kind="png", **settings):
-    """Encode an image of Pillow or numpy as a file of some kind (bytes)."""
+    """Encode a Pillow or numpy image in the file format `kind` (bytes)."""
     Image = pytest.importorskip("PIL.Image")
     stream = io.BytesIO()
     Image.fromarray(np.asarray(image)).save(stream, kind, **settings)
@@ -171,7 +171,7 @@ def test_tars_may_be_a_range_or_a_folder(pattern, tmp_path):
 
 
 def test_a_link_in_a_tar_is_the_file_that_it_names_and_others_are_counted(tmp_path, capsys):
-    """GNU tar and Python store a file's second name as a link. Links come in any order."""
+    """Tars store a file's second name as a link. Symbolic links may precede their targets."""
     write_files(tmp_path / "set", {"b.png": b"picture b", "b.txt": b"text", "x/y.txt": b"deep"})
     for name, target in {"a.png": "b.png", "c.png": "./b.png", "d.png": "x/../b.png",
                          "x/e.png": "../b.png", "x/e.txt": "y.txt", "f.png": "/etc/passwd",
@@ -229,7 +229,7 @@ def test_files_that_are_not_used_are_counted_and_a_key_ends_at_the_last_dot_in_t
     assert capsys.readouterr().err == f"note: {tmp_path / path}: skipped {unused}\n"
 
 
-@pytest.mark.parametrize("names, pairs", {  # numbers of the files of image and caption
+@pytest.mark.parametrize("names, pairs", {  # positions of each image and its caption
     "a.jpg a.txt b.txt b.jpg": "01 32",
     "a.jpg b.jpg LICENSE c.jpg a.txt b.txt c.txt": "04 15 36",
     "a.jpg a.txt b.txt b.jpg a.jpg a.txt": "32 45",
@@ -276,7 +276,7 @@ def test_a_damaged_tar_is_refused_by_name(size, rest, tmp_path):
 # The index
 
 def opened(path, index_dir=None, **settings):
-    """The properties of images that an index determines, and the notes."""
+    """What an index determines: names, captions, contents and splits."""
     dataset = images.CaptionedImages(path, index_dir=index_dir, **settings)
     rows = range(len(dataset))
     splits = []
@@ -291,7 +291,7 @@ def opened(path, index_dir=None, **settings):
 
 
 def write_any(write, path):
-    """Write images that use all of an index: accents and counts."""
+    """Write images, some with accents in their names, and files to skip."""
     files = {"u\u0308.png": b"1", "u\u0308.txt": b"text", "o.png": b"2", "o.gif": b"3"}
     write(path, members(range(5)) | files)
 
@@ -305,7 +305,7 @@ def test_a_second_start_reads_the_index_alone_and_finds_and_notes_the_same(
     assert "skipped 1 gif, 1 without a caption" in note
     assert opened(tmp_path / name, tmp_path / "index") == fresh
     capsys.readouterr()
-    monkeypatch.setattr(images, "group", None)  # listing the files would fail
+    monkeypatch.setattr(images, "group", None)  # indexing again would fail
     monkeypatch.setattr(order, "hash_keys", None)
     assert opened(tmp_path / name, tmp_path / "index") == fresh
     assert capsys.readouterr().err == note
@@ -349,7 +349,7 @@ def test_ranks_index_tars_together_as_one_process_does(on_ranks, tmp_path):
 
 # With embeddings
 
-SHARDS = {3: 6, 12: 5}  # shard number: images
+SHARDS = {3: 6, 12: 5}  # {shard: number of images}
 WIDTH = 4
 
 
@@ -511,7 +511,7 @@ def test_one_bad_picture_is_skipped_and_named_and_mostly_bad_ones_are_refused(
     dataset = images.Pictures(tmp_path, 8)
     fault = dataset.fault(1)
     assert re.search(rf"0\.tar: 000000001\..*{reason}", fault)
-    assert dataset.check() == (1, 4, [fault])  # equal at each read, so it is named once
+    assert dataset.check() == (1, 4, [fault])  # the same message at each read
 
     write_tar(tmp_path / "0.tar", members([1]) | {name: content})
     with pytest.raises(UserError, match=rf"1 of 1 samples cannot be used: .*{reason}"):

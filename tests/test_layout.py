@@ -20,7 +20,7 @@ def imports(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
-            assert not node.level, "written from the root, so that this test finds it"
+            assert not node.level, "use an absolute import, so that this test finds it"
             within = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= (within & FILES.keys()) or {node.module}
     return names & FILES.keys()
@@ -31,7 +31,7 @@ ARROWS = {name: imports(tree) for name, tree in TREES.items()}
 
 
 def arrows(source, *targets):
-    """["file -> file"] for imports from files that begin with `source` to files in `targets`."""
+    """Imports from `source` to `targets`, both prefixes of names, as ["file -> file"]."""
     return [
         f"{name} -> {other}"
         for name, others in ARROWS.items()

@@ -49,7 +49,7 @@ def test_samples_come_in_one_order_on_any_number_of_ranks_and_workers_and_from_a
     assert unusable == {"row 3", "row 25", "row 74"}
     assert values[0].ravel().tolist() == [slow_order(position) for position in range(200)]
     assert len(np.unique(values[0])) == 72
-    assert len(np.unique(values[1])) == 200  # a repeated row has another word
+    assert len(np.unique(values[1])) == 200  # a repeated row gets new bits
     for world_size, first, workers in ((1, 13, 2), (2, 6, 0), (3, 0, 0)):
         again, _ = read_steps(world_size, first, 7, workers)
         assert_array_equal(again, values[:, first:first + 7])
@@ -117,7 +117,7 @@ def test_a_second_reading_may_succeed_and_a_sample_without_a_fault_has_its_numbe
 
 
 def test_at_most_one_sample_in_a_hundred_and_a_hundred_more_may_be_unusable():
-    damaged = 110  # the first ones of 1000
+    damaged = 110  # the first 110 of 1000
     chunks = loader.ChunkDataset(Words(1000, tuple(range(damaged))), np.arange(1000))
     assert len(chunks[0, 1]["unusable"]) == damaged
     chunks.dataset.damaged += (damaged,)
@@ -249,7 +249,7 @@ def test_a_mean_loss_is_the_same_in_chunks_of_any_size_and_on_any_ranks(on_ranks
     """Promise 9: results repeat."""
     assert mean_of(7) == mean_of(7)  # also the noise
     assert mean_of(7)[0] == mean_of(20)[0] == 9.5
-    assert mean_of(7, 2)[0] == 9.5  # of the first and the last
+    assert mean_of(7, 2)[0] == 9.5  # of the first and the last row
     assert [mean for mean, _ in on_ranks(2, mean_of, 7)] == [9.5, 9.5]
 
 

@@ -78,7 +78,7 @@ def two_lines(losses, unusable):
 
 def test_a_line_is_of_the_steps_since_the_last_over_all_ranks_and_names_unusable_samples_once(
         on_ranks):
-    """Promise 7: a bad sample costs a sample."""
+    """Promise 7: a bad sample is replaced."""
     losses = [(10, 6), (14, 10)]
     unusable = [(["b"], ["a"]), (["b"], [])]
     for (first, second), printed, bar in on_ranks(2, two_lines, losses, unusable):
@@ -377,7 +377,7 @@ def test_a_copy_that_fails_for_a_while_at_the_end_is_sent(tmp_path, monkeypatch,
     assert checkpoint.load(copy)["step"] == 6
     copy.unlink()
     copy.mkdir()
-    pauses[:] = range(100)  # more than six, so that the folder stays
+    pauses[:] = range(100)  # so that `sleep` leaves the folder there
     train(tmp_path / "run", save=(f"local save_latest_to={copy}",), timeout_minutes=3)
     assert pauses[100:] == [1, 2, 4, 8, 16, 32, 64]  # less than three minutes
 
@@ -548,7 +548,7 @@ def slow_loss():
 def test_the_mean_loss_is_that_of_a_slow_loop_in_any_mode_and_has_no_graph():
     expected = slow_loss()
     for training in (True, False):
-        torch.manual_seed(random.randrange(99))  # the noise does not depend on it
+        torch.manual_seed(random.randrange(99))  # has no effect on the noise
         assert evaluate(training) == pytest.approx(expected, rel=1e-12)
     assert evaluate(seed=1) != pytest.approx(expected)
     assert evaluate(precision="bf16") != expected
