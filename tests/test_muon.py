@@ -34,7 +34,7 @@ def test_muon_is_torchs_with_updates_of_the_size_of_adamws():
         train(ours, [optimizer], [step])
         train(theirs, [reference], [step])
         for old, new, torchs in zip(before, ours.parameters(), theirs.parameters()):
-            assert (new - torchs).norm() < 0.08 * (step + 1) * (new - old).norm()  # theirs is bf16
+            assert (new - torchs).norm() < 0.08 * (step + 1) * (new - old).norm()  # torch uses bf16
 
 
 def test_muon_takes_a_kernel_as_a_matrix_of_its_outputs():
@@ -59,7 +59,7 @@ def test_orthogonalize_changes_singular_values_by_five_rounds_of_the_published_p
         s = 3.4445 * s - 4.7750 * s ** 3 + 2.0315 * s ** 5  # Jordan 2024
     expected = u @ s.diag_embed() @ v
     assert_close(muon.orthogonalize(stack), expected, rtol=1e-4, atol=1e-5)
-    assert not muon.orthogonalize(0 * stack).any()  # and no gradient moves nothing
+    assert not muon.orthogonalize(0 * stack).any()  # a zero gradient has no effect
 
 
 def weights_after_muon(shapes):

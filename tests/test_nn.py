@@ -75,7 +75,7 @@ def slow_attention(layer, x, mask, rotary):
 
 
 def turned(x):
-    """x (N, d), with pairs (i, i + d/2) at position n rotated by n · 10000^(-2i/d), as complex."""
+    """x (N, d), with its pairs (i, i + d/2) at position n rotated by n · 10000^(-2i/d)."""
     half = x.shape[1] // 2
     frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.arange(len(x))[:, None] * frequencies
@@ -324,14 +324,14 @@ def test_queries_fewer_than_the_positions_are_at_the_last_ones():
     assert nn.rotate(x, no_table) is x
 
 
-# Dropout and how weights start
+# Dropout and initial weights
 
 def test_attention_drops_its_weights_in_training_alone_and_keeps_their_mean():
     layer = nn.Attention(8, 2, dropout=0.25)
     torch.nn.init.eye_(layer.out.weight)
     torch.nn.init.zeros_(layer.out.bias)
     x = torch.randn(1, 1, 8).expand(4000, 1, 8)
-    keys_values = layer.keys_values(x)  # one key, so its weight is 1: dropped, or over 0.75
+    keys_values = layer.keys_values(x)  # one key, so its weight is 1; dropout makes it 0 or 1/0.75
     values = keys_values[1].flatten(1)
     layer.eval()
     assert_close(layer(x, *keys_values)[:, 0], values)

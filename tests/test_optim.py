@@ -1,4 +1,4 @@
-"""Parameter groups and optimizers, compared with torch's, assembled by hand."""
+"""Parameter groups, the optimizers built from them, and their saved state."""
 import pytest
 import torch
 from torch import nn

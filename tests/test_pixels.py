@@ -52,7 +52,7 @@ def test_resizing_and_blurring_are_done_in_full_precision_under_autocast(work, a
 def test_uint8_is_resized_as_float_is_and_rounded_and_kept_in_range():
     values = torch.randint(2, (2, 12, 9, 3), dtype=torch.uint8) * 255
     images = values.permute(0, 3, 1, 2).float()
-    exact = pixels.resize(images, 5).clamp(0, 255)  # it overshoots
+    exact = pixels.resize(images, 5).clamp(0, 255)  # resizing overshoots
     error = pixels.resize_uint8(values, 5).permute(0, 3, 1, 2) - exact
     assert error.abs().max() < 0.501
 

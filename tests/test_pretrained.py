@@ -1,4 +1,4 @@
-"""Published weights, small and random: our models compute the same as diffusers and peft."""
+"""Small random models in published formats: ours compute the same as diffusers and peft."""
 
 import copy
 import shutil
@@ -47,7 +47,7 @@ class Published:
         )
         torch.manual_seed(0)
         self.clip = clip.CLIP(**settings).eval()
-        for parameter in self.clip.parameters():  # a CLIP that tells texts apart
+        for parameter in self.clip.parameters():  # so that it tells texts apart
             parameter.data += torch.randn_like(parameter) * 0.1
         contents = {"kind": "clip", "settings": settings, "model": self.clip.state_dict()}
         self.spec = str(root / "clip.pt")
@@ -81,14 +81,14 @@ def published(tmp_path_factory):
 
 
 def load(folder):
-    """Our model of a run folder."""
+    """Our model from a run folder."""
     path = folder / "model.pt"
     loader = train_decoder.load_unet if folder.name == "base" else train_prior.load_prior
     return loader(path, "cpu")[0]
 
 
 def upsampler_of(folder):
-    """(U-Net of a run folder for sampling, its CLIP)."""
+    """(U-Net for sampling, its CLIP) from a run folder."""
     args = train_decoder.SampleConfig(run_dir=(str(folder),))
     [unet], spec, _ = train_decoder.load_cascade(args, "cpu")
     return unet, spec
@@ -409,7 +409,7 @@ def test_a_repository_is_imported_with_its_folders_shards_and_half_precision(
     assert contents["config"]["x0_bound"] == 0.5
 
 
-# The second U-Net of an upsampler
+# Imported models in use
 
 
 @pytest.mark.parametrize("script, model", [("train_prior", "prior"), ("train_decoder", "base")])

@@ -21,7 +21,7 @@ import train_audio
 import train_decoder
 from common.data import embed, embeddings, media
 
-# (command, "") or ("", recipe) for each. Recipes for a fork are left out; test_fork.py runs them.
+# Pairs (command, "") or ("", recipe). Recipes for a fork are left out; test_fork.py runs them.
 ITEMS = re.findall(
     r"^    (?:pip .* && )?((?:python|torchrun) (?!-m pytest)[^\n]*)|^```python\n(.*?)^```",
     re.sub(r"\n## Recipes for a fork\n.*?\n# ", "\n# ", README, flags=re.DOTALL),

@@ -133,7 +133,7 @@ RATES = (16000, 8000, 22050)
 
 
 def folder(path):
-    """Recordings of several lengths, rates and channels: voice_S/take_N.wav, with NAME.txt."""
+    """Write voice_S/take_N.wav, of several lengths, rates and channel counts, and their .txt."""
     for i in range(12):
         name = f"voice_{i // 4}/take_{i % 4}"
         wave = noise(1 + i % 2, 2000 + 300 * i, i)
@@ -249,7 +249,7 @@ LAYOUTS = {
         {"s2/7.txt": b"wrong", "s2/8.txt": b"right", "s3/wav/9.txt": b"wrong"},
         {"s1/7.wav": ("", "s1"), "s2/8.wav": ("right", "s2"), "s1/wav/9.wav": ("", "wav"),
          "s2/wav/9.wav": ("", "wav")}),
-    "so below each speaker": (
+    "transcripts below each speaker": (
         {"s2/Transcripts/1.txt": b"two"},
         {"s1/wav/1.wav": ("", "wav"), "s2/wav/1.wav": ("two", "wav")}),
     "a tree of transcripts beside speakers": (
@@ -349,7 +349,7 @@ def test_crops_begin_at_frames_chosen_at_random_or_in_the_middle():
     assert len(places.unique()) == len(windows)
     alone, _ = dataset.fetch([8], words[5:6])
     assert torch.equal(alone["wave"][0], batch["wave"][5])
-    middle, _ = dataset.fetch([4])  # a second from its middle
+    middle, _ = dataset.fetch([4])  # the recording's middle second
     assert_close(middle["wave"][0], dataset.wave(4)[800:8800])
 
 

@@ -106,7 +106,7 @@ def test_a_scale_is_resumed_and_starts_anew_after_a_change_of_precision(
 
 
 def test_a_changed_learning_rate_holds_and_what_has_changed_is_noted(tmp_path, capsys):
-    state = state_of(tmp_path, precision="fp16")  # whose scale starts anew
+    state = state_of(tmp_path, precision="fp16")  # resumed below in fp32
     state.versions["code"] = "abc"
     other = state_of(tmp_path, lr=0.5)
     contents = state.contents()
@@ -523,7 +523,7 @@ def test_a_run_has_finished_while_it_has_its_steps_and_its_model(tmp_path, capsy
     write_run(tmp_path, {"step": 8})
     capsys.readouterr()
     assert start(steps=8) == {"step": 8}
-    assert capsys.readouterr().err == ""  # best.pt of a finished run is not judged
+    assert capsys.readouterr().err == ""  # best.pt of a finished run is not read
     write_run(tmp_path, {"step": 8})
     assert start(steps=9) is None  # there is more to train
 
@@ -616,7 +616,7 @@ def test_best_pt_is_kept_where_validation_is_the_same_and_starts_anew_where_it_c
         assert run.best_val_loss in (0.5, math.inf)
         return run.best_val_loss == 0.5
 
-    assert not goes_on()  # there is none
+    assert not goes_on()  # there is no best.pt
     checkpoint.save(contents, best)
     assert goes_on(lr=0.5)
     checkpoint.save(contents | {"step": 7}, best)
@@ -638,11 +638,11 @@ def test_a_best_pt_that_is_newer_than_the_checkpoint_or_damaged_is_not_believed(
     contents = {"model": {}, "step": 9, "val_loss": 0.5, "val_settings": run.val_settings}
     checkpoint.save(contents, best)
     assert start_of(tmp_path).best_val_loss == math.inf
-    assert "best.pt" not in capsys.readouterr().err  # its steps will be taken again
+    assert "best.pt" not in capsys.readouterr().err  # step 9 will be taken again
     best.write_bytes(best.read_bytes()[:99])
     assert start_of(tmp_path).best_val_loss == math.inf
     assert "best.pt: damaged, so it will be replaced" in capsys.readouterr().err
-    # Without a checkpoint it is a new run, which has its own best.pt.
+    # Without a checkpoint, the run is new, and gets its own best.pt.
     checkpoint.save(contents | {"step": 0}, best)
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "auto_resume.json").unlink()
@@ -654,7 +654,7 @@ def test_a_best_pt_that_is_newer_than_the_checkpoint_or_damaged_is_not_believed(
 @pytest.mark.parametrize("given, earlier, ranks, expected, noted", [
     (0, 0, 8, 8, False),
     (0, 0, 2, 16, False),  # the maximum
-    (0, 16, 2, 16, False),  # that of the run
+    (0, 16, 2, 16, False),  # the earlier size
     (0, 24, 3, 24, False),  # more than the maximum, and a chunk for each rank: 24, 24, 16
     (0, 16, 4, 16, False),
     (0, 16, 8, 8, True),  # with 16, some ranks would have no chunk

@@ -38,7 +38,7 @@ def tokenizer():
 
 
 def labeled(tokenizer, indices):
-    """(tokens, syllables) of all frames of some recordings."""
+    """(tokens, syllables) of all frames in recordings `indices`."""
     tokens = []
     labels = []
     for i in indices:
@@ -70,7 +70,7 @@ def test_a_sound_has_the_same_tokens_alone_inside_of_another_and_in_blocks(
     waves = torch.cat([DATASET.wave(i) for i in range(10)])
     waves = waves[: len(waves) // 160 * 160]
     whole = tokenizer.encode(waves)
-    # A window extends 120 samples beyond its frame.
+    # The last frame's window extends past the prompt.
     prompt = tokenizer.encode(waves[:8_000])
     assert_array_equal(prompt[:-1], whole[:49])
     monkeypatch.setattr(audio, "BLOCK_FRAMES", 100)

@@ -44,7 +44,7 @@ def test_a_long_sound_is_coded_in_blocks_as_in_one_piece(monkeypatch):
 def test_emphasis_is_undone_and_keeps_the_size_of_sound_whose_neighbors_are_alike():
     codec = make_codec(pre_emphasis=0.95)
     wave = torch.randn(2, 3_000).cumsum(1)
-    wave[1] = 0.9 ** torch.arange(3_000.0)  # neighbors correlate by 0.9
+    wave[1] = 0.9 ** torch.arange(3_000.0)  # neighbors have correlation 0.9
     emphasized = codec.emphasize(wave)
     assert_close(codec.deemphasize(emphasized), wave, atol=1e-2, rtol=0)
     assert 0.9 < emphasized[1].norm() / wave[1].norm() < 1.1

@@ -1,4 +1,4 @@
-"""Published speech models with random weights: layers equal those of the package."""
+"""Published speech models with random weights: layers equal those in `transformers`."""
 
 import pytest
 import torch

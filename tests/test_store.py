@@ -96,7 +96,7 @@ def test_a_server_that_says_no_or_nothing_is_reported(tmp_path, server, monkeypa
 def test_a_file_of_a_wandb_run_is_fetched_by_the_real_client(
         tmp_path, server, monkeypatch, request):
     import wandb
-    request.addfinalizer(wandb.teardown)  # until then, it keeps the environment
+    request.addfinalizer(wandb.teardown)  # otherwise wandb keeps this environment
     monkeypatch.setenv("WANDB_BASE_URL", server.url)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     server.files["/ck/latest.pt"] = model(tmp_path / "m.pt").read_bytes()

@@ -69,7 +69,7 @@ def draw(name, options):
 
 
 def test_the_drawing_has_the_place_and_the_size():
-    ink = draw("place", synthetic.PLACES)[..., 1] < 128  # red on white is dark in green
+    ink = draw("place", synthetic.PLACES)[..., 1] < 128  # red is dark in the green channel
     centers = [np.argwhere(picture).mean(0)[::-1] / 31 for picture in ink]
     assert_allclose(centers, list(synthetic.PLACES.values()), atol=0.04)
     small, large = (draw("size", synthetic.SIZES)[..., 1] < 128).sum((1, 2))
@@ -120,7 +120,7 @@ def test_scores_of_embeddings_tell_copies_from_variety(sample, match, coverage, 
     dataset = embeddings.Embeddings(tmp_path)
     for split, indices in zip(("train", "validation", "test"), np.split(np.arange(1200), 3)):
         splits[split] = dataset, indices
-    assert synthetic.embedding_scores(splits, "test", sample, seed=0) == {}  # not built in
+    assert synthetic.embedding_scores(splits, "test", sample, seed=0) == {}  # not built-in data
     (tmp_path / "clip.json").write_text('{"made_from": {}}')
     scores = synthetic.embedding_scores(splits, "test", sample, seed=0)
     expected = {

@@ -104,7 +104,7 @@ def naive(model, sample, frames, texts, scale):
             outputs, _ = model.forward_cached(rows[None, : start + 1 + i], condition)
             x = x + weight * outputs[0, -1]
         logits = model.classifiers[i % Q] @ x
-        if i % Q or not i:  # EOS begins a frame, and no recording is empty
+        if i % Q or not i:  # EOS can only begin a frame; no recording is empty
             logits[5] = NEVER
         code = logits.argmax().item()
         if code == 5:

@@ -81,7 +81,7 @@ def check(cache, count):
         expected = codes_of(index)[: 0 if index == Numbers.unusable else None]
         assert found.T.tolist() == expected.tolist()
         assert cache.frames[index] == len(expected)
-        for start, stop in ((0, 2), (1, 3), (0, 6)):  # the next recording begins where it ends
+        for start, stop in ((0, 2), (1, 3), (0, 6)):  # cut where the recording ends
             window = cache.window(index, start, stop, slice(1, None))
             assert window.tolist() == expected[start:stop, 1:].tolist()
     assert index == count - 1
@@ -292,7 +292,7 @@ def written(arrays, num_quantizers):
 
 
 def make_crops(frames, frame_rate=50, words=None):
-    """TokenCrops of 40 frames, for recordings with these numbers of `frames`.
+    """TokenCrops of 40 frames, for recordings with the lengths `frames`.
 
     A token is the number of its frame, plus 1,000 per quantizer before it. words: semantic tokens
     to use instead.

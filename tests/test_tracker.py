@@ -24,11 +24,11 @@ from common.interop import store
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    """No network. TensorBoard's files sort by their starts, even within a second."""
+    """No network. TensorBoard's files sort by start time, even within a second."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     if "wandb" in sys.modules:
-        sys.modules["wandb"].teardown()  # until then, it keeps the environment of earlier tests
+        sys.modules["wandb"].teardown()  # otherwise it keeps the environment of earlier tests
     with contextlib.suppress(ImportError):
         from tensorboard.summary.writer import event_file_writer
         clock = itertools.count(time.time())
@@ -130,7 +130,7 @@ def test_a_page_a_line_or_a_logger_that_fails_is_told_and_training_continues(tmp
     assert out.count("logger console failed: ZeroDivisionError: division by zero") == 1
     assert out.count("report.html: exists, and is not a file; training continues") == 2
     assert "No space left on device; training continues" in out
-    with pytest.raises(OSError, match="of a checkpoint"), log:  # a line's error does not hide it
+    with pytest.raises(OSError, match="of a checkpoint"), log:  # not hidden by a line's error
         raise OSError("of a checkpoint")
 
 
@@ -222,7 +222,7 @@ def test_a_logger_hears_how_a_run_ended_and_a_signal_then_does_not_hide_its_erro
 # Loggers
 
 def log_steps(log, steps):
-    """Lines and samples like those of a script, which depend only on the step."""
+    """Log lines and samples as a script does. They depend only on the step."""
     folder = log.run.folder
     for step in steps:
         log.log(step, loss=1 / step, broken=math.nan)
@@ -250,7 +250,7 @@ def test_a_resumed_logger_has_each_step_once_and_samples_settings_and_errors(
     with pytest.raises(ZeroDivisionError), tracker_of(tmp_path, 8, logger=kind) as log:
         log.call_logger("file", tmp_path / "config.json")
         log_steps(log, range(9, 16))
-        1 / 0  # noqa: B018 (the error is meant)
+        1 / 0  # noqa: B018 (on purpose)
     assert log.run.loggers == first and [*first] == [kind]
     curves, samples = records_of(tmp_path)
     assert curves == {
@@ -311,7 +311,7 @@ def test_a_run_that_began_on_the_console_takes_any_logger_and_later_finds_the_sa
     assert [*tmp_path.glob(files)]
     curves, _ = records_of(tmp_path)
     steps = [step for step, _ in curves["loss"]]
-    assert steps == [5, 6, 7, 8, 13, 14, 15, 16]  # the steps during which it was the logger
+    assert steps == [5, 6, 7, 8, 13, 14, 15, 16]  # while `kind` was the logger
     assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [*range(1, 17)]
 
 

@@ -41,7 +41,7 @@ def whole(tmp_path_factory):
         assert "1 of 41 checked samples cannot be used" in out
         again = train(folder / "whole", stage, folder / "whole")
         assert "is finished at step 6; give more --steps to continue" in again
-    # A run may be in a folder that this user cannot write to.
+    # A run may be read-only, so outputs can go elsewhere.
     out = run("evaluate", run_dir=folder / "whole", out=folder / "scores", device="cpu")
     follow(out, "--device=cpu", "--out", folder / "next.wav")
     assert (folder / "scores/scores.json").exists()

@@ -196,7 +196,7 @@ def test_a_drop_removes_its_condition_and_nothing_else(dropped):
     for name, value in values.items():
         has_effect = name.partition("_")[0] not in dropped
         assert value.grad.flatten(1).any(1).tolist() == [has_effect] * 3
-    assert not condition["text_enc"].grad[~mask].any()  # padding has none
+    assert not condition["text_enc"].grad[~mask].any()  # padding has no effect
 
 
 def test_zeros_condition_as_a_dropped_embedding_does():
@@ -313,7 +313,7 @@ def test_an_upsampler_learns_from_blurred_crops_with_noise_of_the_level_it_is_gi
 def test_sampling_equals_one_with_two_passes_a_step(scale, eta, settings):
     unet = make(**settings, low_res_size=8, low_res_noise=0.3).eval()
     cfg = unet.cfg
-    if cfg.objective == "x0":  # so that clipping is used; elsewhere it amplifies rounding
+    if cfg.objective == "x0":  # so that x0 is clipped; other objectives amplify rounding
         unet.out[-1].weight.data[:3] *= 10
     given = inputs(unet)
     low_res = torch.rand(3, 3, 8, 8)
@@ -492,7 +492,7 @@ def sample(**settings):
 
 
 def difference(left, right):
-    """The greatest difference of any pixel value."""
+    """The greatest difference in any pixel value."""
     return np.abs(left - right).max()
 
 
@@ -713,7 +713,7 @@ def test_presets_are_stages_and_those_of_papers_have_their_diffusion(name):
 @pytest.mark.parametrize("low_res_size", [0, 8])
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
 def test_all_images_in_training_have_the_layout_of_the_weights(layout, low_res_size, monkeypatch):
-    """Norms on GPUs would copy other layouts. CPUs have channels_last, GPUs contiguous_format."""
+    """Norms on GPUs would copy other layouts. CPUs use channels_last, GPUs contiguous_format."""
     assert train_decoder.layout_on("cpu") == torch.channels_last
     assert train_decoder.layout_on("cuda") == torch.contiguous_format
     monkeypatch.setattr(train_decoder, "layout_on", lambda device: layout)

@@ -155,7 +155,7 @@ def test_raw_embeddings_get_mean_0_and_deviation_1_inside_and_texts_of_unit_leng
     assert_close(x0.mean(0), torch.zeros(16), rtol=0, atol=1e-5)
     assert_close(x0.std(0), torch.ones(16))
     assert_close(prior.destandardize(x0), image_embed)
-    assert torch.equal(tuned.clip_std, prior.clip_std)  # they come with the weights
+    assert torch.equal(tuned.clip_std, prior.clip_std)  # loaded with the weights
 
     np.save("raw.npy", rows / 1.5)
     np.save("unit.npy", rows / np.linalg.norm(rows, axis=1, keepdims=True))
@@ -182,7 +182,7 @@ def test_sampling_with_guidance_equals_a_slow_uncached_loop(inputs):
     def noise_fn(x):
         return torch.full_like(x, 0.5)
 
-    # With two steps, both are DDIM steps.
+    # With two steps, DPM-Solver++ is DDIM.
     out = train_prior.sample_embeddings(prior, condition, 2, 2.5, 0.0, noise_fn)
     x = torch.full((4, 16), 0.5)
     for t, after in [(999, 499), (499, None)]:
@@ -350,7 +350,7 @@ def test_a_finished_run_started_again_changes_nothing(emb, finished, tmp_path):
     assert "is finished at step 24" in out
     assert "test_loss" in out
     assert not differences(finished, folder)
-    # Start from a checkpoint that has taken all steps.
+    # Load a checkpoint that needs no more steps.
     whole = folder / helpers.saved(folder)[0]["file"]
     run(data=emb, run_dir="loaded", load=whole, **SMALL)
     assert [entry["step"] for entry in helpers.saved("loaded")] == [24]
@@ -459,7 +459,7 @@ def test_a_mistake_ends_in_one_line_and_a_status(words, status, message, emb, fi
     assert message in helpers.mistake("train_prior", *words.split(), status=status)
 
 
-# Texts, by a CLIP
+# Texts that a CLIP encodes
 
 
 @pytest.fixture(scope="module")

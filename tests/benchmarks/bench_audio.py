@@ -10,7 +10,7 @@ whole process: to compare it, run one case at a time.
 
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads soon yield their core
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch, so that idle threads soon yield
 
 import math
 import sys
@@ -42,7 +42,7 @@ CODEC = dict(
 TOKENS = dict(width=512, depth=6, heads=8, dropout=0.0, optimizer="adamw", lr=3e-4)
 CLUSTERS = 500
 COARSE_QUANTIZERS = 3
-# Frames of every stream.
+# {stage: frames in each of its streams}.
 FRAMES = {"semantic": 256, "coarse": 128, "fine": 128}
 
 

@@ -10,7 +10,7 @@ process: to compare it, run one case at a time.
 
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads soon yield their core
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch, so that idle threads soon yield
 
 import sys
 from pathlib import Path
@@ -101,7 +101,7 @@ def bench_train(args, upsample):
 
 
 def bench_sample(args, upsample):
-    """Time STEPS steps of DDIM without guidance."""
+    """Time STEPS unguided steps of DPM-Solver++."""
     cfg, unet, batch, condition = make(args, upsample, args.sample_batch)
     unet.eval()
     low_res = None

@@ -9,7 +9,7 @@ Peak memory is that of the whole process: to compare it, run one case at a time.
 
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads soon yield their core
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch, so that idle threads soon yield
 
 import argparse
 import json

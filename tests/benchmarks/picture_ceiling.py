@@ -21,7 +21,7 @@ from common.models import clip
 
 
 def embed_split(data, split, clip_model):
-    """(embeddings (N, D) of unit length, captions) of the images of a split that can be read."""
+    """(embeddings (N, D) of unit length, captions) of the readable images in a split."""
     embeds = []
     captions = []
     for batch, records in embed.read(data, clip_model.image_size, split):
