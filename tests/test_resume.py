@@ -591,7 +591,7 @@ def test_all_ranks_get_the_identity_of_settings_data_and_other_models(tmp_path, 
 
 
 def test_adapters_keep_the_sha256_of_their_base_and_bad_samples_are_named(tmp_path, capsys):
-    """Promises 3 and 7: nothing saved is lost; a bad sample costs a sample."""
+    """Promises 3 and 7: nothing saved is lost; a bad sample is replaced."""
     base = tmp_path / "base.pt"
     checkpoint.save({"model": {}, "config": {"width": 12}}, base)
     settings = dict(init_from=str(base), lora_rank=2)
