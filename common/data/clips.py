@@ -10,7 +10,7 @@ from common import checkpoint, config, order
 from common.config import UserError, explained, need
 from common.models import clip
 
-MIN_COSINE = 0.3  # minimum mean cosine of computed and stored embeddings; 0 for a wrong CLIP
+MIN_COSINE = 0.3  # least mean cosine of computed and stored embeddings; a wrong CLIP gives 0
 ORDER_MARGIN = 0.02  # tolerance of cosines, as near-duplicates have nearly equal embeddings
 
 

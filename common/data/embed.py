@@ -282,7 +282,7 @@ def builtin_data(folder, device):
     }
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "a") as lock:
-        checkpoint.lock(lock, wait=True)  # another run may be writing them
+        checkpoint.lock(lock, wait=True)  # another run may be writing here
         try:
             values = config.read_json(path)
             clips.load(run_dir, "cpu", str(values.get("fingerprint")))

@@ -73,7 +73,7 @@ def nfc(text):
 
 
 def caption_in(record):
-    """The "caption" of a dict or, as in the package datasets, its "text". KeyError without both."""
+    """The "caption" of a dict or, as in the package datasets, its "text". KeyError if neither."""
     for name in ("caption", "text"):
         if name in record:
             return record[name]

@@ -40,7 +40,7 @@ class Index:
         return self.columns[name]
 
     def scan(self, name):
-        """A column with its own mapping, for reading all of it: deleting the array unmaps it."""
+        """Map a column separately, to read all of it: deleting the array unmaps the file."""
         return np.asarray(np.load(self.place / f"{name}.npy", mmap_mode="r"))
 
     def texts(self, name, indices):

@@ -225,7 +225,7 @@ def find_tars(path):
 def list_tar(tar, unused):
     """List [(name, offset, size)] of the files in a tar. UserError if it is damaged or not a tar.
 
-    A link gets the offset and size of its target. Other links, and devices, are only counted in
+    A link gets the offset and size of its target. Unresolved links and devices are only counted in
     `unused`.
     """
     members = []  # (name, place): place is (offset, size), or the target of a symbolic link
@@ -349,7 +349,7 @@ class Pictures(CaptionedImages):
                 table = embeddings.open_npy(self.beside[int(tar)])
             else:
                 table = [np.load(io.BytesIO(self.read(index, "embedding")))]
-        if row >= len(table):  # other rows may then be wrong as well
+        if row >= len(table):  # not Unusable: other rows may be wrong as well
             raise UserError(
                 f"{name}: needs row {row} (from 0) of the {len(table)} embeddings beside its tar; "
                 "expected a row for each number, also for missing images"
@@ -359,7 +359,7 @@ class Pictures(CaptionedImages):
             length = np.linalg.norm(values)
             if values.size != (self.width or values.size) or not 0 < length < np.inf:
                 raise ValueError(
-                    f"{values.size} numbers, expected {self.width}, or all zero or not finite"
+                    f"{values.size} numbers; expected {self.width}, finite and not all zero"
                 )
             return values.ravel()
 
@@ -418,7 +418,7 @@ class Pictures(CaptionedImages):
         return hash(self.read(index, "image"))
 
     def check(self):
-        """See files.check_samples. UserError if most samples are unusable."""
+        """See files.check_samples."""
         return files.check_samples(self)
 
     def fingerprint(self):

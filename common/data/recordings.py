@@ -28,7 +28,7 @@ SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus", ".aiff", ".aif", ".au")
 # Seconds to decode before a crop: MP3 has a bit reservoir, Vorbis has pages of several seconds.
 LEAD = {"MP3": 2, "OGG": 5}
 RATES = range(1_000, 768_001)  # Hz
-MAX_SAMPLE = 4e9  # allows 32-bit integers stored as floats; a square of 1e20 would overflow
+MAX_SAMPLE = 4e9  # allows 32-bit integers stored as floats; 1e20 squared would overflow
 CROP_SECONDS = 1  # length of crops in evaluation
 EXCERPT_SECONDS = 10  # recordings that are evaluated as a whole are cut to this length
 SHIFT_RATE = 50  # shifts are fractions of 1/50 s, one frame of semantic tokens

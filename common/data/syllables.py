@@ -12,8 +12,8 @@ MAX_TEXT_SECONDS = 2.0  # maximum length of the audio generated for a text
 class SyllableScores:
     """Scores audio that a pipeline (train_audio.Pipeline) generates for recordings.Syllables.
 
-    Scores are appended to `found`, a defaultdict {metric: values}. Metrics ending in _real score
-    real recordings that passed through the codec. They are an upper bound.
+    Scores are appended to `found`, a defaultdict {metric: values}. Metrics ending in _real are
+    upper bounds: they score real recordings that passed through the codec.
     """
 
     def __init__(self, pipeline, dataset, indices, found):

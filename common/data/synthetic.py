@@ -56,8 +56,8 @@ def _moon(x, y):
 
 
 # Signed distances to the outlines of shapes that fill about [-1, 1]: negative inside, y upward,
-# exact near the outline. The shapes still look different when rotated by a few degrees. So there is
-# no hexagon (like the circle), and no diamond (like the square).
+# exact near the outline. They must look different even when rotated a few degrees, so there is no
+# hexagon (too like the circle), and no diamond (too like the square).
 SHAPES = {
     "circle": lambda x, y: np.hypot(x, y) - 0.97,
     "square": lambda x, y: np.maximum(abs(x), abs(y)) - 0.85,
@@ -295,16 +295,15 @@ def embedding_scores(splits, split, sample_fn, seed):
     images that fit the caption. The ceilings are the scores of real embeddings: those of training
     images that fit the caption.
 
-    splits: {name: (dataset, indices)}. split: name of the split to score. sample_fn(batch, seeds)
-    samples embeddings (N, D) for a batch with DRAWS rows for each of at most AT_ONCE captions, with
-    one seed per caption.
+    splits: {name: (dataset, indices)}. split: name of the split to score. sample_fn(batch, seeds):
+    samples embeddings (N, D), given DRAWS rows and one seed for each of at most AT_ONCE captions.
     """
     dataset, captions = splits[split]
     if not is_built_in(dataset.folder) or splits["validation"][0] is not dataset:
         return {}
     rows = np.repeat(captions[:MAX_CAPTIONS], DRAWS)
     held_out = np.concatenate([splits[name][1] for name in ("validation", "test")])
-    with config.explained(f"{dataset.folder}/captions: damaged, or of another program"):
+    with config.explained(f"{dataset.folder}/captions: damaged, or from another program"):
         records = dataset.records(range(len(dataset)))
         attributes = attribute_values(records)  # (images, attributes)
         mentioned = named_attributes(records)  # bool, of the same shape
@@ -364,7 +363,7 @@ def entropy(attributes):
 # Syllables
 
 RATE = 8_000  # samples per second
-# Formants F1 and F2 in Hz: like vowels, but further apart than in a natural language.
+# Formants F1 and F2 in Hz, farther apart than those of vowels in a natural language.
 SYLLABLES = {
     "i": (250, 1500),
     "e": (420, 1150),
@@ -404,7 +403,7 @@ def syllables(indices):
     return texts, speakers
 
 
-@functools.lru_cache(2**13)  # at most 250 MB, shared by all stages of a process
+@functools.lru_cache(2**13)  # about 250 MB, shared by all stages of a process
 def speak(text, speaker):
     """Synthesize a text (names of SYLLABLES) in a speaker's voice: float32 (T,) within ±1 at RATE.
 
@@ -520,7 +519,7 @@ def recognize_syllables(labels):
 
 def text_similarity(found, expected):
     """max(0, 1 - edit distance / number of expected syllables) (Levenshtein 1966)."""
-    costs = range(len(expected) + 1)  # of inserting the first 0, 1, … of `expected`
+    costs = range(len(expected) + 1)  # of inserting 0, 1, … names of `expected`
     for name in found:
         row = [costs[0] + 1]
         for j, other in enumerate(expected):

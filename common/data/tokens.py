@@ -56,7 +56,7 @@ def fit(kmeans, dataset, indices, seed):
     frames = 0
     for index in tracker.progress(shuffled, desc="k-means: features", delay=3, leave=False):
         with contextlib.suppress(Unusable):
-            # Use only 10 s of each recording, so that the half hour has many of them.
+            # Use only 10 s of each recording, so that the half hour covers many.
             x = kmeans.features(dataset.wave(index, 10 * dataset.rate, 0.5))
             found.append(x.cpu())
             frames += len(x)
@@ -314,7 +314,7 @@ class TokenCrops:
     dataset: object
     seconds: float
     # Each stream has a name and num_quantizers. "semantic" has the semantic tokens. The others
-    # divide the quantizers of the codes among them, in order.
+    # split the codes' quantizers among themselves, in order.
     streams: list
     lay_out: object  # function (streams, samples) -> batch: see token_lm.lay_out
     semantic_tokens: Tokens | None
@@ -374,7 +374,7 @@ class TokenCrops:
     def join_within(self, indices, probability):
         """In training, append a recording of the same speaker to recordings that fit in a crop.
 
-        It happens with this `probability`, if both fit. This teaches what follows a short
+        It happens with `probability`, if both fit together. This teaches what follows a short
         recording, such as a single word. Appended recordings are from `indices`. If the speaker is
         unknown, a recording is appended to itself.
         """

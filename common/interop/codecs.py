@@ -61,7 +61,7 @@ class PublishedCodec:
         self.codebook_size = settings.codebook_size
         self.num_quantizers = getattr(settings, "n_codebooks", 0) or settings.num_quantizers
 
-        # How many frames before and after it a frame may depend on. Before: ten seconds, which is
+        # A frame may depend on this many frames before and after it. Before: ten seconds, which is
         # beyond the memory of EnCodec's LSTM, and for Mimi the attention windows of all layers.
         # After: one second, because DAC is not causal.
         layers = getattr(settings, "num_hidden_layers", 0)

@@ -27,7 +27,7 @@ class TensorBoard:
                 value.audio.content_type = "audio/wav"
             self.writer.file_writer.add_summary(Summary(value=[value]), step)
             self.writer.add_text(name, caption, step)
-        self.writer.flush()  # before a checkpoint: a resume from it does not log this again
+        self.writer.flush()  # a resume from the next checkpoint does not log this again
 
     def file(self, path):
         self.writer.add_text(path.name, f"```\n{path.read_text()}\n```")

@@ -29,7 +29,7 @@ library_name: pytorch
 # {repo}
 
 Files of a training run. `torch.load(FILE, weights_only=True)` returns a dict of tensors and plain
-values. Its entry "model" has the weights, and "config" has the settings of the training.
+values. Its entry "model" has the weights, and "config" has the training settings.
 """
 
 
@@ -113,7 +113,7 @@ class WandBSaver(Saver):
 
         if not wandb.run:  # closed, because the run is finished
             return
-        path = Path(wandb.run.dir, path)  # wandb would only link to other paths
+        path = Path(wandb.run.dir, path)  # wandb would only link to a file elsewhere
         super().put(path, content)
         wandb.save(path, base_path=wandb.run.dir, policy="now")
 

@@ -142,7 +142,7 @@ def mel_filters(rate, window, bins, device="cpu"):
 
 
 def log_mel(wave, rate, window, hop, bins, floor=1e-5):
-    """Log-mel spectra (B, ceil(T / hop), bins) of waves (B, T): ln max(M · filters, floor)."""
+    """Log-mel spectra (B, ceil(T / hop), bins) of waves (B, T): ln max(mel, floor)."""
     filters = mel_filters(rate, window, bins, wave.device)
     with torch.autocast(wave.device.type, enabled=False):
         magnitudes = stft_magnitude(wave, window, hop)

@@ -119,7 +119,7 @@ class Encoder(nn.Module):
         }
 
     def check_fingerprint(self, where, fingerprint):
-        """UserError, starting with `where`, if the CLIP has another fingerprint; None: no check.
+        """UserError, starting with `where`, unless the CLIP has this `fingerprint`; None: no check.
 
         Fingerprints of open_clip models are not compared.
         """
@@ -132,7 +132,7 @@ class Encoder(nn.Module):
             )
 
     def check_widths(self, where, embed_width, encoding_width=0):
-        """UserError, starting with `where`, if the CLIP has other widths; 0: no check."""
+        """UserError, starting with `where`, unless the CLIP has these widths; 0: no check."""
         found = [self.embed_width, self.encoding_width]
         expected = [embed_width or found[0], encoding_width or found[1]]
         if found != expected:
@@ -160,7 +160,7 @@ class CLIP(Encoder):
         self.token_embedding = nn.Embedding(len(self.tokenizer), text_width)
         self.transformer = layers.Transformer(text_width, 1, text_width // 32)
         self.text_projection = nn.Linear(text_width, embed_width, bias=False)
-        # Each convolution halves height and width, until both are at most 4.
+        # Three or more convolutions each halve the sides, down to at most 4.
         encoder = []
         width_in = 3
         width = 24
@@ -217,7 +217,7 @@ def center_crop(images, size):
     images: uint8 (B, H, W, 3). Returns float (B, 3, size, size) in [0, 1].
     """
     images = to_floats(images) / 255
-    images = central_square(images, ratio=16)  # resizing a very long image would take gigabytes
+    images = central_square(images, ratio=16)  # otherwise, very long images take gigabytes
     return central_square(resize(images, size)).clamp(0, 1)
 
 

@@ -15,7 +15,7 @@ from common.config import UserError
 
 
 def check_settings(cfg):
-    """UserError for combinations of diffusion settings that have no effect."""
+    """UserError for diffusion settings that do not fit together."""
     if cfg.objective == "flow" and cfg.noise_schedule != type(cfg).noise_schedule:
         raise UserError("--noise_schedule: --objective flow has its own noise levels")
     if cfg.objective != "flow" and cfg.loss_weight in ("sigma_sqrt", "cosmap"):
@@ -179,8 +179,8 @@ def variational_bound(x0, timestep, predicted_x0, interpolation, alpha, sigma):
     log_ratio = log_posterior - log_variance
     kl = 0.5 * (log_ratio.exp() - log_ratio - 1 + (error * inverse_std) ** 2)
 
-    # t = 0: the negative log-probability of the pixel's bin (Ho et al. 2020, Eq. 13), which is the
-    # log of a difference of two normal CDFs. The outermost bins extend to infinity.
+    # t = 0: the negative log-probability of the pixel's bin (Ho et al. 2020, Eq. 13). The
+    # probability is a difference of two normal CDFs. The outermost bins extend to infinity.
     half_bin = 1 / 255
     is_outermost = x0.abs() > 0.999
     distance = torch.where(is_outermost, error * x0.sign(), error.abs())

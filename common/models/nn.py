@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 def rotary_table(positions, rotary_dim):
     """The table of `rotate` for `positions` (…, N): (cos, ∓sin), stacked as (2, …, N, d).
 
-    d is `rotary_dim`; None if it is 0. From RoFormer (Su et al. 2021, Eq. 34), with its base 10000.
+    d is `rotary_dim`; 0 gives None. From RoFormer (Su et al. 2021, Eq. 34), with its base 10000.
     """
     if not rotary_dim:
         return None
@@ -96,7 +96,7 @@ def normalized(norm, function, x, groups):
     """Apply `function` with the weights of `norm` to x, in the dtype of x even under autocast.
 
     torch's norms return fp32 under autocast, and the next layer would cast it back. Mean and
-    variance are computed in fp32 in both cases.
+    variance are computed in fp32 either way.
     """
     with torch.autocast(x.device.type, enabled=False):
         weight = norm.weight.to(x.dtype)
@@ -252,7 +252,7 @@ class Transformer(nn.Module):
         return x
 
     def step(self, x, cache):
-        """Process the next token x (B, D) of every sample -> (B, D). The KVCache grows by it."""
+        """Process the next token x (B, D) of every sample -> (B, D), and append it to `cache`."""
         # Positions (B, 1, 1), to broadcast over heads and tokens: each sample has its own.
         table = rotary_table(cache.length[:, None, None], self.rotary_dim)
         mask = cache.mask[..., : cache.filled + 1]
@@ -301,7 +301,7 @@ class NullText(nn.Module):
             self.register_buffer("text_mask", torch.ones(1, length, dtype=torch.bool))
 
     def fill(self, condition):
-        """Copy the `condition` {name: (1, …)} of the text "". Other names are ignored."""
+        """Fill the buffers from the `condition` {name: (1, …)} of the text ""."""
         self.load_state_dict(condition, strict=False)
 
     def forward(self, condition, drop):
@@ -332,7 +332,7 @@ class TimeEmbedding(nn.Module):
     def forward(self, timestep):
         half = self.width // 2
         exponent = torch.arange(half, device=timestep.device, dtype=torch.float32) / half
-        # exp, as in published models. A power differs by 1e-7, which timesteps multiply by 999.
+        # exp, as in published models; a power would differ by 1e-7, times a timestep of up to 999.
         frequencies = torch.exp(-math.log(10000.0) * exponent)
         angles = timestep[..., None] * frequencies
         sinusoid = torch.cat([angles.cos(), angles.sin()], dim=-1)

@@ -21,7 +21,7 @@ def box(x):
     return inside.double()
 
 
-KERNELS = {"bicubic": bicubic, "box": box}  # functions of the distance x, in larger pixels
+KERNELS = {"bicubic": bicubic, "box": box}  # x: distance, in pixels of the smaller image
 
 
 @functools.lru_cache(maxsize=64)

@@ -32,7 +32,7 @@ def kmeans(x, size, generator, rounds=10):
     """
     # The probability that a vector becomes the next center is proportional to its squared distance
     # to the nearest center so far. Random numbers are drawn on the CPU, so that all devices use the
-    # same. They are in (0, 1], because 0 could pick a vector that is a center already.
+    # same ones. They are in (0, 1], because 0 could pick a vector that is a center already.
     uniform = 1 - torch.rand(size, generator=generator, dtype=torch.float64)
     centers = x.new_empty(size, x.shape[1])
     distances = torch.full_like(x[:, 0], 1e30)  # equal, so that the first center is drawn uniformly
@@ -220,7 +220,7 @@ class ResidualQuantizer(torch.nn.Module):
         dead = used & (self.ema_count < least)  # (Q, K)
         if dead.any():
             # Replace dead codes with inputs that `gather` took from rank 0's first chunk. Each is
-            # used at most once. If there are too few, the other codes wait for the next update.
+            # used at most once. If there are too few, the remaining codes wait for the next update.
             generator = torch.Generator().manual_seed(seed)
             count = self._candidates.shape[1]
             order = torch.randperm(count, generator=generator).to(dead.device)
@@ -230,8 +230,8 @@ class ResidualQuantizer(torch.nn.Module):
             picks = self._candidates.gather(1, number[..., None].expand_as(self.codebook))
             dist.broadcast_tensor(picks)  # (Q, K, D)
             dist.broadcast_tensor(dead)  # other ranks may have fewer candidates
-            # Start with the lowest count of a live code. If no input uses the new code, it is dead
-            # again at the next update.
+            # Start at the threshold: if no input uses the new code, it is dead again at the next
+            # update.
             counts = torch.where(dead, least, self.ema_count)
             self.ema_count.copy_(counts)
             dead = dead[..., None]

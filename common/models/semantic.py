@@ -52,11 +52,11 @@ class MFCC:
 class KMeans(nn.Module):
     """Maps each 20 ms of a wave to the nearest of `clusters` centers in feature space.
 
-    features: maps a wave (1, T) at its `sample_rate` to (1, T', `width`), like MFCC. Features are
-    normalized with the mean and standard deviation of the training data. With MFCC, a prompt
-    therefore gets the same tokens as it does within its recording. Layers of published models
-    depend on a whole block. Long recordings are processed in blocks, so that an hour fits in
-    memory.
+    features: maps a wave (1, T) at its `sample_rate` to (1, T', `width`), like MFCC. Long
+    recordings are processed in blocks, so that an hour fits in memory. Features are normalized with
+    the mean and standard deviation of the training data. With MFCC, a prompt therefore gets the
+    same tokens as it does within its recording. With a published model, tokens depend on the whole
+    block.
     """
 
     num_quantizers = 1  # tokens per frame; a codec has more
@@ -78,7 +78,7 @@ class KMeans(nn.Module):
         return in_blocks(self.frames_of, wave, rate // FRAME_RATE, 1, FRAME_RATE, FRAME_RATE)
 
     def fit(self, x, seed):
-        """Fit the centers to features x (N, D), normalized to variance 1 (AudioLM §III-B)."""
+        """Normalize features x (N, D) to variance 1, and fit the centers (AudioLM §III-B)."""
         x = x.to(self.centers.device)
         self.mean = x.mean(0)
         self.std = x.std(0, correction=0).clamp(min=1e-5)

@@ -41,7 +41,7 @@ class CausalUpsample(nn.ConvTranspose1d):
 
     def forward(self, x):
         out = super().forward(x)
-        return out[..., : -self.stride[0]]  # the last stride would need one more input
+        return out[..., : -self.stride[0]]  # the last `stride` outputs lack an input
 
 
 class FastELU(torch.autograd.Function):
@@ -217,7 +217,7 @@ class SoundStream(nn.Module):
 class Discriminator(nn.Module):
     """Base class of both kinds of discriminators: `layers` are applied to `transform(wave)`.
 
-    Unlike MelGAN, the leaky ReLU has a slope of 0.1, not 0.2, and there is no weight norm.
+    Unlike in MelGAN, the leaky ReLU's slope is 0.1, not 0.2, and there is no weight norm.
     """
 
     def forward(self, wave):

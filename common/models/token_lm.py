@@ -128,8 +128,8 @@ class TokenTransformer(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.streams = [Stream(*stream) for stream in streams]
-        # Maxima in training, which generation does not exceed: frames of the last stream, frames
-        # of the stream before it, and text tokens.
+        # Limits of generation, measured on training data: frames of the last stream, frames of
+        # the stream before it, and text tokens.
         self.max_frames = max_frames
         self.max_context = max_context
         self.longest_text = longest_text
@@ -217,7 +217,7 @@ class TokenTransformer(nn.Module):
         # Outputs at the positions start to start + (T + 1) · Q - 1 predict the flattened target.
         offsets = torch.arange(target[0].numel(), device=x.device)
         positions = batch["start"][:, None] + offsets
-        positions = positions.clamp(max=x.shape[1] - 1)  # positions beyond have no target
+        positions = positions.clamp(max=x.shape[1] - 1)  # no target beyond the end
         samples = torch.arange(len(x), device=x.device)[:, None]
         x = x[samples, positions]  # (B, (T + 1) · Q, D)
         x = x.unflatten(1, target.shape[1:])  # (B, T + 1, Q, D)
@@ -263,7 +263,7 @@ def sample_token(logits, uniform, sampling):
 
 @torch.no_grad()
 def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
-    """Continue the last stream of each of B samples up to EOS. Returns the new frames, B of (T, Q).
+    """Continue the last stream of each of B samples up to EOS. Returns a list of new codes (T, Q).
 
     samples: for each sample, the codes (T, Q) of every stream; those of the last may be empty.
     min_frames, max_frames: for each sample, the minimum and maximum number of frames to add. seeds:
