@@ -803,7 +803,7 @@ def train_transformer(cfg, device):
         hop_length = codec.hop_length
     splits = dist.on_all(lambda: open_recordings(cfg, hop_length, shifts=cfg.shifts))
     dataset, indices = splits["train"]
-    # Another codec or k-means would make different tokens, so a resumed run must keep them.
+    # A resumed run must keep its codec and k-means: others would make different tokens.
     identity = resume.identify(run, cfg, splits, **made_with)
     if run.results:  # the run is finished
         return loop.announce(run, cfg)

@@ -13,9 +13,9 @@ What differs from the paper:
 - There is no autoregressive prior.
 - A frozen CLIP encodes the text, in 77 tokens, as in Karlo. DALL-E 2 trains a text transformer
   together with its prior, on 256 tokens.
-- The defaults train in minutes on two cores: a small model that sees only the text embedding,
-  embeddings of unit length, cosine decay, 12 sampling steps. `--preset dalle2` has the sizes, the
-  optimizer and the 64 sampling steps of Table 3.
+- The defaults train in minutes on two cores. The model is small, sees only the text embedding, and
+  takes embeddings of unit length. The learning rate decays along a cosine, and sampling takes 12
+  steps. `--preset dalle2` has the sizes, the optimizer and the 64 sampling steps of Table 3.
 - Sampling takes evenly spaced DDPM steps, or DPM-Solver++(2M) steps with --eta 0. The paper uses
   the analytic variance of Bao et al. 2022 (Table 3).
 - "No text" is the CLIP's encoding of "", or zeros if no CLIP is loaded. An open_clip model is

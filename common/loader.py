@@ -49,7 +49,7 @@ class ChunkDataset(torch.utils.data.Dataset):
     transform: object = None
 
     def __getitem__(self, span):
-        positions = np.arange(*span)  # in the endless run
+        positions = np.arange(*span)  # in an endless sequence of samples
         bits = None
         places = positions  # in `indices`
         if self.seed is not None:

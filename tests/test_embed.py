@@ -48,7 +48,7 @@ def test_a_clip_whose_training_was_interrupted_is_not_there(tmp_path, monkeypatc
 @pytest.mark.parametrize("settings", [{}, dict(optimizer="muon", steps=50)])
 def test_training_learns_what_captions_say_of_images(settings, tmp_path, monkeypatch):
     model = train(tmp_path, monkeypatch, 320, **settings)
-    # Test on the scripts' data, which training did not use.
+    # Test on the images that the training scripts use: this CLIP was not trained on them.
     pictures, records = synthetic.shapes(range(320), size=16)
     batches = [(pictures[:100], records[:100]), (pictures[100:], records[100:])]
     (image, text), embedded = embed.embed(model, batches)

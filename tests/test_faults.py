@@ -176,7 +176,7 @@ def whole(emb, tmp_path_factory):
 ])
 def test_a_signal_to_one_rank_stops_all_within_a_step_and_the_run_goes_on_bit_for_bit(
         where, number, step, emb, whole, tmp_path, monkeypatch):
-    """Promises 1 and 2: resuming is exact; a signal saves the run."""
+    """Promises 1 and 2: resuming is exact; a run is saved after a signal."""
     words = flags(data=emb, run_dir=tmp_path, **SMALL)
     monkeypatch.setenv("STOP", f"{where}:{number.name}")
     out = Forked("test_faults", *words, ranks=3).finish(128 + number)
@@ -189,7 +189,7 @@ def test_a_signal_to_one_rank_stops_all_within_a_step_and_the_run_goes_on_bit_fo
 
 @pytest.mark.parametrize("end, workers", [("terminate", 1), ("kill", 0)])
 def test_ranks_save_when_torchrun_passes_a_signal_on_or_is_killed(end, workers, emb, tmp_path):
-    """Promise 2: a signal saves the run."""
+    """Promise 2: a run is saved after a signal."""
     settings = dict(steps=100_000, log_every=2, save_every=0, eval_every=2, eval_samples=8)
     words = flags(data=emb, run_dir=tmp_path, workers=workers, **SMALL | settings)
     torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node=2"]

@@ -365,7 +365,7 @@ def code(number):
 
 
 def write_pictures(path, arrangement="beside"):
-    """Write tars 00003 and 00012, or loose images, with embeddings inside, beside them, or none."""
+    """Write tars 00003 and 00012, or loose images. Embeddings are inside, beside them, or absent."""
     path.mkdir(exist_ok=True)
     for shard, count in SHARDS.items():
         files = {}

@@ -174,7 +174,7 @@ class Handlers(torch.utils.data.Dataset):
 
 
 def test_signals_are_left_to_the_rank_by_its_workers():
-    """Promise 2: a signal saves the run."""
+    """Promise 2: a run is saved after a signal."""
     handlers = next(loader.read_ahead(Handlers(), [(0, 1)], workers=1))
     assert set(handlers) == {signal.SIG_IGN}
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

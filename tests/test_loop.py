@@ -115,7 +115,7 @@ def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_by_its_step_and_is_n
 
 def test_what_is_finite_is_saved_and_then_copied():
     progress = progress_of(7)
-    progress.save()  # nothing was trained since the last line
+    progress.save()  # no training steps since the last log line
     add(progress, 1)
     progress.save()
     assert progress.run.saved == [7, "sent", 8, "sent"]
@@ -393,7 +393,7 @@ def test_a_thread_may_train_and_the_handlers_of_signals_stay(tmp_path):
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
 def test_a_signal_saves_the_step_ends_with_its_status_and_the_run_goes_on_bit_for_bit(
         step, tmp_path, capsys):
-    """Promises 1 and 2: resuming is exact; a signal saves the run."""
+    """Promises 1 and 2: resuming is exact; a run is saved after a signal."""
     whole = tmp_path / "whole"
     stopped = tmp_path / "stopped"
     train(whole)
@@ -412,7 +412,7 @@ def test_a_signal_saves_the_step_ends_with_its_status_and_the_run_goes_on_bit_fo
 
 
 def test_a_signal_before_the_first_step_is_heard_and_saved(tmp_path, monkeypatch):
-    """Promise 2: a signal saves the run."""
+    """Promise 2: a run is saved after a signal."""
     add_up = loop.Progress.__init__
 
     def sent(progress, *parts):
@@ -430,7 +430,7 @@ def test_a_signal_before_the_first_step_is_heard_and_saved(tmp_path, monkeypatch
 
 
 def test_a_signal_at_the_very_end_leaves_a_finished_run_and_no_next_stage(tmp_path, monkeypatch):
-    """Promise 2: a signal saves the run."""
+    """Promise 2: a run is saved after a signal."""
     write_model = resume.RunFolder.write_model
 
     def sent(run, state, file, **entries):

@@ -193,7 +193,7 @@ def test_the_console_is_a_logger_without_an_identity(tmp_path):
 
 
 def test_a_signal_while_the_logger_finishes_ends_the_process_after_that(tmp_path):
-    """Promise 2: a signal saves the run."""
+    """Promise 2: a run is saved after a signal."""
     log = tracker_of(tmp_path)
     log.logger.finish = lambda error: signal.raise_signal(signal.SIGTERM)
     with pytest.raises(dist.Stopped, match="143"), log:
@@ -202,7 +202,7 @@ def test_a_signal_while_the_logger_finishes_ends_the_process_after_that(tmp_path
 
 
 def test_a_logger_hears_how_a_run_ended_and_a_signal_then_does_not_hide_its_error(tmp_path):
-    """Promise 2: a signal saves the run."""
+    """Promise 2: a run is saved after a signal."""
     heard = []
     for error in (None, KeyError("x"), SystemExit(1)):
         log = tracker_of(tmp_path)
