@@ -344,7 +344,7 @@ MAX_CHUNK = 64  # maximum samples per forward pass if --chunk_size is 0
 
 
 def group_norm(width):
-    """ADM's group norm. It has 32 groups, or fewer if a group would have less than four channels."""
+    """ADM's group norm, with 32 groups. Fewer if they do not divide `width` into 4 channels or more."""
     groups = 32
     while width % groups or width < 4 * groups:
         groups //= 2

@@ -365,7 +365,7 @@ def code(number):
 
 
 def write_pictures(path, arrangement="beside"):
-    """Write tars 00003 and 00012, or loose images. Embeddings are inside, beside them, or absent."""
+    """Write tars 00003 and 00012, or loose images. Embeddings are inside, beside, or absent."""
     path.mkdir(exist_ok=True)
     for shard, count in SHARDS.items():
         files = {}
