@@ -344,7 +344,10 @@ MAX_CHUNK = 64  # maximum samples per forward pass if --chunk_size is 0
 
 
 def group_norm(width):
-    """ADM's group norm, with 32 groups. Fewer if they do not divide `width` into 4 channels or more."""
+    """ADM's group norm, with 32 groups.
+
+    It has fewer if 32 groups would not divide `width`, or would have less than four channels each.
+    """
     groups = 32
     while width % groups or width < 4 * groups:
         groups //= 2
