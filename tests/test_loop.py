@@ -350,7 +350,7 @@ def test_copies_that_fail_are_tried_again_at_the_end_and_by_the_same_command(tmp
     wall.write_text("")
     save = (f"local save_latest_to={wall}/{{step}}.pt save_best_to={wall}/{{step}}_best.pt",)
     settings = dict(save=save, timeout_minutes=0.001)
-    missing = "the best copy by .* failed: .*; it is tried again .* the same command\n"
+    missing = "the best copy by .* failed: .*; it is retried .* the same command runs again\n"
     for _ in range(2):
         train(tmp_path / "run", **settings)
         assert re.search(f"finished at step 6(.*\n)*{missing}$", capsys.readouterr().out)
