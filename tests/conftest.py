@@ -1,9 +1,9 @@
-"""Shared fixtures: run functions and programs in real processes, embeddings, a server.
+"""Shared fixtures (embeddings, a finished run, a server), and functions that run real processes.
 
-Docstrings of tests name the promise to users that they check: 1 resuming is exact, 2 a signal saves
-the run, 3 nothing saved is lost, 4 non-finite values are not saved, 5 files are loaded safely,
-6 all ranks end together, 7 a bad sample is replaced, 8 a mistake ends in one line, 9 results
-repeat, 10 a fork works.
+Docstrings of tests name the promises to users that they check: 1 resuming is exact, 2 a run is
+saved after a signal, 3 nothing saved is lost, 4 non-finite values are not saved, 5 files are loaded
+safely, 6 all ranks end together, 7 a bad sample is replaced, 8 a mistake ends in one line,
+9 results repeat, 10 a fork (a user's changed copy of this code) works.
 """
 import concurrent.futures
 import contextlib
@@ -26,9 +26,9 @@ from common import dist
 from common.data import embeddings
 
 torch.set_num_threads(1)  # the models are tiny, and other processes run at the same time
-# Programs ignore Ctrl-C if a shell starts them in the background, and hangups under nohup. Child
-# processes would inherit this, but tests send them both signals. With handlers here, children start
-# with the defaults. Under nohup, this process still ignores hangups.
+# Programs that a shell starts in the background ignore Ctrl-C, and under nohup they ignore hangups.
+# Child processes would inherit this, but tests send them both signals. With handlers here, children
+# start with the defaults. Under nohup, this process still ignores hangups.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
@@ -37,8 +37,8 @@ ROOT = Path(__file__).parent.parent
 GUIDES = [ROOT / name / "README.md" for name in ("", "common", "common/data", "common/interop")]
 README = "\n".join(path.read_text() for path in GUIDES)
 
-# The forkserver imports torch once, and then forks a process for each rank quickly. Optimizers
-# import torch._dynamo.
+# The forkserver imports torch once, and then quickly forks a process for each rank. It preloads
+# torch._dynamo because optimizers import it.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest"])
 
@@ -89,7 +89,7 @@ def on_ranks():
             for rank in range(world_size):
                 variables = environment(rank, world_size, port)
                 ranks.append(pool.submit(_as_rank, variables, work, arguments))
-            # If one rank raises an error, the others exit.
+            # If one rank raises an error, the others raise SystemExit. Report the error.
             errors = [rank.exception() for rank in ranks]
             for error in sorted(filter(None, errors), key=lambda e: isinstance(e, SystemExit)):
                 raise error

@@ -183,7 +183,7 @@ def read_picture(path):
 # Scripts
 
 def flags(**settings):
-    """`settings` as words of a command line; a tuple becomes values separated by commas."""
+    """`settings` as command-line arguments; a tuple becomes values separated by commas."""
     words = []
     for name, value in settings.items():
         if isinstance(value, tuple):
@@ -195,7 +195,7 @@ def flags(**settings):
 def run(name, *words, ranks=0, expect=0, **settings):
     """Run NAME.py or `python -m NAME`; returns its output. Its exit status must be `expect`.
 
-    It runs in this process, or in `ranks` forked processes. settings: become flags after `words`.
+    It runs in this process, or in `ranks` forked processes. settings: more flags, after `words`.
     """
     words = [*words, *flags(**settings)]
     if ranks:
@@ -231,7 +231,7 @@ def follow(out, *words):
 
 
 class Forked:
-    """SCRIPT.py in `ranks` forked processes, which start in a tenth of torchrun's time.
+    """SCRIPT.py in `ranks` forked processes, which start in a tenth of the time torchrun takes.
 
     `out` is a file with the output of all ranks, which can be read line by line while they run.
     folders: the working folder of each rank.
@@ -243,7 +243,7 @@ class Forked:
         self.processes = []
         for rank in range(ranks):
             folder = folders[rank] if folders else "."
-            # The forkserver only has the variables from when it was started.
+            # The forkserver has only the environment variables from when it was started.
             variables = {**os.environ, **environment(rank, ranks, port)}
             arguments = (folder, writer, variables, script, [*map(str, words)])
             self.processes.append(FORKS.Process(target=_forked, args=arguments))
@@ -330,7 +330,7 @@ def differences(first, second):
 
 
 def make_codec(**settings):
-    """A small SoundStream with codebooks and random weights."""
+    """A small SoundStream with random weights and initialized codebooks."""
     usual = dict(sample_rate=8000, pre_emphasis=0.0, codebook_decay=0.95)
     cfg = SimpleNamespace(**{**STAGES["soundstream"], **usual, **settings})
     codec = awake(soundstream.SoundStream(cfg), std=0.2).eval()
@@ -350,7 +350,7 @@ def write_pipeline(folder):
     """
     import diffusers
 
-    pipeline = sys.modules[diffusers.UnCLIPPipeline.__module__]  # the module depends on the version
+    pipeline = sys.modules[diffusers.UnCLIPPipeline.__module__]  # its name varies by version
     upsampler = dict(
         sample_size=32,
         layers_per_block=1,
@@ -394,27 +394,27 @@ def write_pipeline(folder):
     }
     generator = torch.Generator().manual_seed(0)
     for name, model in models.items():
-        for parameter in model.eval().parameters():  # zeros and ones of new models hide mistakes
+        for parameter in model.eval().parameters():  # initial zeros and ones would hide mistakes
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
         if name == "prior":
             model.clip_mean.data.normal_(generator=generator)
             model.clip_std.data.uniform_(0.5, 1.5, generator=generator)
         model.save_pretrained(Path(folder, name))
-    # Karlo's range is 5.
+    # Karlo's clip_sample_range is 5.
     scheduler = diffusers.UnCLIPScheduler(clip_sample_range=0.5)
     scheduler.save_pretrained(Path(folder, "prior_scheduler"))
     return models
 
 
 def published_codec(folder, kind, **settings):
-    """Save a tiny random codec of this `kind` to `folder`, and load it. Its codes vary."""
+    """Save a tiny random codec of this `kind`, whose codes vary, to `folder`, and load it."""
     transformers = pytest.importorskip("transformers")
     settings = {**CODECS[kind], "sampling_rate": 8000, "codebook_size": 16, **settings}
     model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **settings))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(("embed", "embed_sum")):  # codebooks
             torch.nn.init.normal_(tensor)
-        elif tensor.requires_grad and kind == "encodec":  # otherwise biases outweigh the audio
+        elif tensor.requires_grad and kind == "encodec":  # else biases would outweigh the audio
             tensor.data += 0.4 * torch.randn_like(tensor)
     model.save_pretrained(folder)
     return transformers.AutoModel.from_pretrained(folder).eval()

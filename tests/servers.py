@@ -23,8 +23,8 @@ class Server:
 
     GET serves `files`, {path: bytes}. `asked` lists all requests, (method, path, headers, body).
     POST answers as a Hugging Face Hub does, and keeps uploads in `stored`, {name: bytes}. HEAD
-    tells whether a name is stored. POST /graphql answers as Weights & Biases, for a run abc that
-    has `files`.
+    tells whether a name is stored. POST /graphql answers as Weights & Biases does for a run named
+    abc that has these `files`.
     """
 
     def __init__(self):
@@ -139,7 +139,7 @@ def wandb_of(folder):
 
 
 def histories(content):
-    """Yield the logged rows in a file of wandb's offline mode, as records of the package.
+    """Yield the logged rows in a file of wandb's offline mode, as wandb's protobuf records.
 
     The file is a LevelDB log of protobuf records. It has blocks of 32 KiB, and a record that does
     not fit into one is split.
@@ -148,7 +148,7 @@ def histories(content):
     place = 7
     record = b""
     while place + 7 <= len(content):
-        # Skip the checksum. The kinds of parts are 1 whole, 2 first, 3 middle, 4 last.
+        # Skip the checksum. Kinds of record parts: 1 whole, 2 first, 3 middle, 4 last.
         size, kind = struct.unpack_from("<HB", content, place + 4)
         left = 32768 - place % 32768  # rest of the block, whose end is padded with zeros
         if left < 7 or not kind:

@@ -181,7 +181,7 @@ def test_mistakes_with_files_of_adapters_are_named(tmp_path, capsys):
             adapters.merged(contents, path)
 
 
-# The prior, as a user trains it
+# Training the prior as a user would
 
 def test_adapters_are_trained_and_saved_alone_and_resume_but_not_on_another_base(emb, finished):
     base = finished / "model.pt"

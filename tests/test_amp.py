@@ -40,7 +40,7 @@ def test_a_step_is_the_plain_one_with_all_gradients_of_the_model_clipped_togethe
             optimizer.step()
         assert stepped and norm > 0.01
         assert_close(norm, expected)
-    # Bit for bit, except for clipped values.
+    # Equal bit for bit, unless gradients were clipped.
     assert_close(model.state_dict(), plain.state_dict(), rtol=tolerance, atol=tolerance)
 
 

@@ -23,7 +23,7 @@ def sine(frequency, rate):
 
 
 def decibels(error):
-    """The power of an error relative to a sine, in dB, without its first and last fifth."""
+    """The power of an error relative to a sine's, in dB, ignoring its first and last fifth."""
     middle = error[len(error) // 5:-len(error) // 5]
     power = middle.square().mean().item()
     return 10 * math.log10(power / 0.5 + 1e-30)
@@ -79,7 +79,7 @@ def test_mel_filters_are_triangles_evenly_spaced_in_mel():
     assert_allclose(filters.argmax(0), centers, atol=1)
     between = filters.sum(1)[math.ceil(centers[0]):int(centers[-1])]
     assert_allclose(between, 1, atol=1e-5)
-    # Even a filter that is narrower than the spacing of the frequencies contains one.
+    # Even a filter narrower than the spacing of the STFT's frequencies covers one of them.
     narrow = audio.mel_filters(16000, 512, 160)
     assert narrow.sum(0).min() >= 0.5
 

@@ -55,7 +55,7 @@ def test_every_case_gives_a_line_of_its_own(name, words, cases, monkeypatch, cap
     bench = importlib.import_module(name)
     for constant in CONSTANTS.keys() & vars(bench).keys():
         monkeypatch.setattr(bench, constant, CONSTANTS[constant])
-    monkeypatch.setattr("bench_prior.SIDE", 256)  # matrix size for measuring the peak
+    monkeypatch.setattr("bench_prior.SIDE", 256)  # size of the matrices that measure peak FLOP/s
     monkeypatch.setattr(train_prior, "PRESETS", PRIORS)
     monkeypatch.setattr(train_decoder, "PRESETS", DECODERS)
     monkeypatch.setattr("sys.argv", [name, *words.split(), "--repeats", "1", "--threads", "1"])

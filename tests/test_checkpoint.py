@@ -83,7 +83,7 @@ def test_loading_runs_no_code_and_refuses_a_foreign_or_torn_file_in_one_line(
     """Promise 5: files are loaded safely."""
     path = tmp_path / "state.pt"
     path.write_bytes(content)
-    # torch advises loading without weights_only, which must not be shown.
+    # torch's error advises loading without weights_only; users must not see this advice.
     message = f"^{path}: no such checkpoint, or damaged, [^\n]*{reason if not mmap else ''}[^\n]*$"
     with pytest.raises(UserError, match=message) as caught:
         checkpoint.load(path, mmap=mmap)
@@ -205,7 +205,7 @@ def test_a_file_system_without_locks_is_a_note_about_the_run_alone(tmp_path, mon
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with open(tmp_path / "x", "a") as file:
-        checkpoint.lock(file, wait=True)  # as for an index, which may be built twice
+        checkpoint.lock(file, wait=True)  # as for an index: no note, because it may be built twice
         assert capsys.readouterr().err == ""
         checkpoint.lock(file)
         assert "make sure that no other process trains here" in capsys.readouterr().err
@@ -250,7 +250,7 @@ def test_a_model_is_read_by_its_kind_with_the_weights_wanted(tmp_path):
     written = write_checkpoint(path)
     for weights, entry in (("ema", "ema"), ("online", "model")):
         cfg, found = checkpoint.read_model(CLASSES, path, weights)
-        # The training's loggers and savers are not needed to use its model.
+        # Using a model does not need the loggers and savers that it was trained with.
         assert cfg == Settings(batch_size=7)
         assert same(found["model"], written[entry])
         assert ("training" in found) == (weights == "online")
@@ -275,7 +275,7 @@ def test_the_contents_of_a_model_are_those_of_a_checkpoint_without_what_only_tra
 
 
 def test_a_mistake_in_a_forks_model_is_not_blamed_on_its_file(tmp_path):
-    """Promises 8 and 10: a mistake ends in one line; a fork works."""
+    """Promises 8 and 10: only mistakes of users end in one line; a fork's bug has a traceback."""
     path = tmp_path / "x.pt"
     written = write_checkpoint(path)
 

@@ -31,7 +31,7 @@ def test_the_vocabulary_is_the_most_frequent_words_and_others_are_spelled_by_the
         assert tokenizer.vocabulary == words[:size]
         assert len(tokenizer) == clip.WORDS + len(tokenizer.vocabulary)
     tokenizer = clip.Tokenizer(["low"])
-    spelled = b" \xc3\xbc3 ,"  # each word after a space
+    spelled = b" \xc3\xbc3 ,"  # a space before each word
     assert tokenizer.encode("LOW\n Ü3,") == [259, *(3 + byte for byte in spelled)]
     # A lone surrogate becomes "?", and accents are composed.
     for text, other in (("half \ud83d", "half ?"), ("U\u03083,", "\xfc3,")):
@@ -87,7 +87,7 @@ def test_images_are_cut_to_the_central_square_and_resized_with_pixels_from_minus
 
     drawn, _ = synthetic.shapes(range(4), size=64)
     wide = torch.from_numpy(drawn[:, :50])
-    # Clamp, because bicubic overshoots.
+    # Clamp, because bicubic resizing overshoots.
     shrunk = pixels.resize(wide.permute(0, 3, 1, 2) / 255, 16).clamp(0, 1)  # (4, 3, 16, 20)
     assert_close(clip.center_crop(wide, 16), shrunk[..., 2:18])
 
@@ -115,7 +115,7 @@ def test_without_equal_captions_the_loss_is_the_published_one():
     own = torch.arange(6)
     expected = F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)
     assert_close(clip.contrastive_loss(logits, own.flip(0)), expected / 2)
-    # With equal captions there is nothing to learn.
+    # If all captions are equal, there is nothing to learn.
     assert clip.contrastive_loss(logits, torch.zeros(6)) == 0
 
 

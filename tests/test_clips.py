@@ -97,7 +97,7 @@ def test_embeddings_are_those_of_open_clip_with_the_activation_of_the_weights(op
     assert text_only.model.visual is None
     assert same(text_only.embed_text(tokens), (embedding, encodings, mask))
 
-    # Compare on square and other photos, with open_clip's own preprocessing.
+    # Compare on square and non-square photos, with open_clip's own preprocessing.
     Image = pytest.importorskip("PIL.Image")
     mean, std = theirs.visual.image_mean, theirs.visual.image_std
     preprocess = open_clip.image_transform(16, is_train=False, mean=mean, std=std)
@@ -157,7 +157,7 @@ class Encoder:
     (lambda rows: rows + np.random.default_rng(1).normal(0, 5, rows.shape), False),
     (lambda rows: rows[np.random.default_rng(0).permutation(len(rows))], True),
     (lambda rows: np.roll(rows, 1, 0), True),
-    (lambda rows: np.concatenate([rows[:9], rows[12:], rows[:3]]), True),  # three are missing
+    (lambda rows: np.concatenate([rows[:9], rows[12:], rows[:3]]), True),  # rows 9 to 11 missing
 ])
 def test_embeddings_in_another_order_than_the_pictures_are_refused_if_a_clip_is_at_hand(
         change, refused, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Published codecs, small and with random weights: codes and waves equal those of the package."""
+"""Published codecs, small and with random weights: codes and waves equal those of transformers."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_codes_and_waves_are_the_packages_own(kind, hop_length, two_codes, tmp_p
     assert (codes[1:] != codes[:-1]).any()
     for count, settings in ((4, all_codes), (2, two_codes)):
         theirs = model(padded, **settings)
-        first = codes[..., :count]  # fewer quantizers give the first codes
+        first = codes[..., :count]  # what fewer quantizers would give
         assert torch.equal(first, theirs.audio_codes.view(count, 13).T)
         sound = codec.decode(first)
         assert sound.shape == (13 * hop_length,)

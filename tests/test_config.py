@@ -1,4 +1,4 @@
-"""The command line: flags and JSON files become a config, or end with one clear line."""
+"""The command line: flags and JSON files become a config; a mistake ends in one clear line."""
 import dataclasses
 import importlib
 import json
@@ -420,7 +420,7 @@ def test_flags_that_messages_and_comments_name_exist(monkeypatch):
 
 @dataclasses.dataclass(frozen=True)
 class Stages(config.TrainingRun):
-    """A training of one stage, or of all"""
+    """Training of one stage, or of all"""
 
     stage: str = "all"
 

@@ -16,7 +16,7 @@ OBJECTIVES = ["x0", "v", "epsilon", "flow"]
 objectives = pytest.mark.parametrize("objective", OBJECTIVES)
 
 
-# Levels of noise
+# Noise levels
 
 def test_the_linear_betas_are_the_published_ones():
     betas = diffusion.noise_betas("linear", 1001)[::500]
@@ -114,7 +114,7 @@ def test_timesteps_have_the_published_density(density):
     }[density]
     expected = torch.histc(time, 20, 0, 1) / len(time)
     fractions = torch.bincount(drawn.flatten(), minlength=20) / drawn.numel()
-    assert (fractions - expected).abs().sum() / 2 < 0.008  # 0.004 is usual for so many draws
+    assert (fractions - expected).abs().sum() / 2 < 0.008  # 0.004 is usual for this many draws
 
 
 def test_dream_moves_input_and_target_along_the_networks_error():
@@ -221,7 +221,7 @@ def test_a_sample_has_the_same_noise_in_any_batch():
     of_pairs = diffusion.noise_generator([5, 6], "cpu")
     of_one = diffusion.noise_generator([6], "cpu")
     draws = torch.stack([of_three(torch.zeros(3, 16)) for _ in range(3)])
-    expected = of_one(torch.zeros(2, 16))  # two samples share the seed
+    expected = of_one(torch.zeros(2, 16))  # two samples share this seed
     assert torch.equal(draws[:2, 1], expected)
     assert torch.equal(of_pairs(torch.zeros(4, 16))[2:], expected)
     assert len(torch.cat(list(draws)).unique(dim=0)) == 9
@@ -283,7 +283,7 @@ def test_without_noise_half_as_long_steps_have_a_fourth_of_the_error(objective):
     alpha, sigma = (level.double() for level in diffusion.alphas_sigmas(name, 4096))
     denoise = exact_x0(objective, alpha, sigma, 2.0)
     x_T = torch.ones(1, 1, dtype=torch.float64)
-    # x_t keeps its quantile: it is proportional to the standard deviation of x_t.
+    # Without noise, x_t keeps its quantile, so it is proportional to its standard deviation.
     exact = 2 / (4 * alpha[-1] ** 2 + sigma[-1] ** 2).sqrt()
     errors = []
     for steps in (16, 32, 64, 128, 256):
@@ -402,7 +402,7 @@ def test_inpainting_keeps_what_is_known_and_resampling_fits_the_rest_to_it(name)
         assert torch.equal(out[:, 0], known[:, 0])
         errors.append((out[:, 1].mean() - 0.9 * 1.5).abs().item())
     assert errors[1] < 0.12 and errors[1] < errors[0] / 3
-    assert out[:, 1].std().item() == pytest.approx(0.44, abs=0.12)  # the root of 1 - ρ²
+    assert out[:, 1].std().item() == pytest.approx(0.44, abs=0.12)  # √(1 - 0.9²)
 
 
 # Settings and guidance
@@ -428,7 +428,8 @@ def test_settings_that_would_have_no_effect_are_refused_and_no_others():
         except UserError:
             continue
         accepted.add(names)
-    of_flow = itertools.product(["flow"], ["cosine"], WEIGHTS)  # the default, which flow ignores
+    # Flow ignores the noise schedule, and accepts only its default, cosine.
+    of_flow = itertools.product(["flow"], ["cosine"], WEIGHTS)
     of_others = itertools.product(OBJECTIVES[:3], ["cosine", "linear"], WEIGHTS[:2])
     assert accepted == {*of_flow, *of_others}
 

@@ -112,7 +112,7 @@ def test_a_tensor_of_rank_0_reaches_every_rank_in_place(on_ranks):
 def sum_up(bucket):
     """(sums over ranks of each rank's own gradients, gradients from dist.sum_gradients).
 
-    Ranks have different numbers of chunks. One layer is never used, and one not on every rank.
+    Ranks have different numbers of chunks. One layer is never used, and another only on some ranks.
     """
     dist.BUCKET = bucket
     kernel = nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last)
@@ -155,8 +155,9 @@ def test_gradients_are_summed_while_the_pass_goes_on_and_are_zero_where_there_ar
 def places_of_stops(cases):
     """(steps taken, numbers dealt, signal) of this rank, for each of `cases`.
 
-    A case is {rank: signal}. The signal comes in the fourth step, or, if negative, after the second
-    number. dist.sum_gradients is not called, because a fork may sum gradients by other means.
+    A case is {rank: signal}. The signal comes in the fourth step, or, if its number is negative,
+    after the second number dealt. dist.sum_gradients is not called, because a fork may sum
+    gradients by other means.
     """
     places = []
     for case in cases:
@@ -212,7 +213,7 @@ with dist.listening():
 
 @pytest.mark.parametrize("names, status, out", [
     (("SIGINT", "SIGINT"), -signal.SIGINT, ""),
-    # A scheduler signals torchrun and its ranks, and torchrun forwards the signal.
+    # A scheduler signals torchrun and its ranks, and torchrun forwards it: ranks get two.
     (("SIGTERM", "SIGTERM"), 0, "still here\n"),
 ])
 def test_whatever_comes_after_a_ctrl_c_ends_at_once(names, status, out):
@@ -262,7 +263,7 @@ def test_no_thread_of_the_group_outlives_it_and_aborts_the_process_at_its_end():
 
 @pytest.mark.parametrize("variables, message", [
     ({"WORLD_SIZE": "2"}, "variable RANK expected, but not set"),
-    (environment(0, 2, free_port()), "[Tt]imed out"),  # rank 1 never comes
+    (environment(0, 2, free_port()), "[Tt]imed out"),  # rank 1 never joins
 ])
 def test_a_group_that_does_not_come_together_is_one_line(variables, message, monkeypatch):
     for name, value in variables.items():

@@ -26,7 +26,7 @@ def train(folder, monkeypatch, rows=64, **settings):
 
 def test_training_repeats_bit_for_bit_and_depends_on_the_seed(tmp_path, monkeypatch):
     model = train(tmp_path, monkeypatch, steps=2)
-    torch.manual_seed(123)  # has no effect
+    torch.manual_seed(123)  # must have no effect
     assert train(tmp_path, monkeypatch, steps=2).fingerprint() == model.fingerprint()
     assert train(tmp_path, monkeypatch, steps=2, seed=1).fingerprint() != model.fingerprint()
 

@@ -106,9 +106,9 @@ def kill_often(script, words, ranks):
     running = 0
     for _ in range(KILLS):
         process = Forked(script, *words, ranks=ranks)
-        for _ in range(rng.randint(1, 5)):  # wait for some lines of its output,
+        for _ in range(rng.randint(1, 5)):  # wait for a few lines of output
             process.out.readline()
-        sum(i * i for i in range(rng.randint(0, 1_000_000)))  # and then a little
+        sum(i * i for i in range(rng.randint(0, 1_000_000)))  # then wait a little longer
         running += process.kill()
     return running
 
@@ -123,7 +123,7 @@ def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(
     """Promise 1: resuming is exact."""
     monkeypatch.chdir(world)
     script, stage, settings = CASES[case]
-    if script == "train_audio":  # so that each rank has a chunk
+    if script == "train_audio":  # chunks of one sample, so that each rank has one
         settings = {**STAGES[stage], "data": "voices", "chunk_size": 1, **settings}
     if stage:
         settings["stage"] = stage
@@ -163,15 +163,15 @@ def main():
 
 @pytest.fixture(scope="module")
 def whole(emb, tmp_path_factory):
-    """The folder of a run on three ranks, because a sum of three depends on its order."""
+    """The folder of a run on three ranks: the sum of three gradients depends on their order."""
     folder = tmp_path_factory.mktemp("stops") / "whole"
     Forked("train_prior", *flags(data=emb, run_dir=folder, **SMALL), ranks=3).finish()
     return folder
 
 
 @pytest.mark.parametrize("where, number, step", [
-    ("sum_gradients:20", signal.SIGUSR1, 10),  # between two log lines; two chunks a step
-    ("diffusion_loss:27", signal.SIGINT, 12),  # in the loss of an evaluation
+    ("sum_gradients:20", signal.SIGUSR1, 10),  # between two log lines; two chunks per step
+    ("diffusion_loss:27", signal.SIGINT, 12),  # in an evaluation's loss
     ("sample_embeddings:5", signal.SIGHUP, 24),  # in the test at the end
 ])
 def test_a_signal_to_one_rank_stops_all_within_a_step_and_the_run_goes_on_bit_for_bit(
@@ -183,7 +183,7 @@ def test_a_signal_to_one_rank_stops_all_within_a_step_and_the_run_goes_on_bit_fo
     assert out.count("stopped by") == 1
     assert f"stopped by {number.name} at step {step}, saved" in out
     assert f"at step {step} of 24" in Forked("train_prior", *words, ranks=3).finish()
-    # If a run stops between two log lines, the next line covers only the steps since then.
+    # If a run stops between two log lines, the next line covers only the steps after the stop.
     assert set(differences(whole, tmp_path)) <= {"metrics"}
 
 
@@ -203,7 +203,7 @@ def test_ranks_save_when_torchrun_passes_a_signal_on_or_is_killed(end, workers, 
 
 
 def test_a_signal_to_a_rank_and_its_workers_saves_and_ends_with_its_status(emb, tmp_path):
-    """Promise 2: Ctrl-C in a terminal, or a scheduler, signals the whole group of processes."""
+    """Promise 2: Ctrl-C in a terminal, or a scheduler, signals the whole process group."""
     settings = dict(steps=100_000, log_every=2, save_every=0, eval_every=2, eval_samples=8)
     words = flags(data=emb, run_dir=tmp_path, workers=2, **SMALL | settings)
     process = start(ROOT / "train_prior.py", *words)  # it leads a process group
@@ -242,7 +242,7 @@ def test_a_rank_without_its_data_ends_all_by_one_message(emb, tmp_path):
     assert "Traceback" not in out
 
 
-# Rank 1 fails while its worker reads its third chunk.
+# Rank 1 fails while its worker reads the third chunk.
 BROKEN = """
 import os, shutil, signal, sys, time
 folder, fault, *words = sys.argv[1:]
@@ -293,7 +293,7 @@ def test_all_ranks_end_if_the_worker_of_one_dies_or_hangs_or_loses_its_data(
     assert ("Traceback" in errors[1]) == (fault != "lose")
 
 
-# Disks and numbers
+# Full disks and non-finite numbers
 
 def go_on(words, finished, folder, but=()):
     """Check that the same command resumes at step 8, and ends as a run without the fault does.
@@ -342,7 +342,7 @@ def test_a_loss_that_is_not_finite_is_told_by_its_step_and_the_run_goes_on_from_
     go_on(words, finished, tmp_path)
 
 
-# What is loaded
+# Loading damaged or wrong files
 
 def test_a_damaged_newest_checkpoint_is_told_and_the_run_goes_on_from_one_before(
         emb, finished, tmp_path):
@@ -385,7 +385,10 @@ def test_a_file_of_another_model_is_refused_in_one_line_with_the_names_that_diff
 
 
 def test_a_shard_cut_off_while_it_is_read_is_one_line(tmp_path):
-    """Promise 8: the file is opened again. An earlier memory map would crash the process."""
+    """Promise 8: opening the file again ends in one line.
+
+    Reading it through the earlier memory map would crash the process.
+    """
     path = tmp_path / "a.npy"
     np.save(path, np.ones((100, 64), np.float32))
     embeddings.open_npy(path)

@@ -1,4 +1,4 @@
-"""Indexes in flat files: equal for any number of ranks, also after kills or damage."""
+"""Indexes in flat files: equal for any number of ranks, even after kills or damage."""
 import itertools
 import os
 import pickle
@@ -15,7 +15,7 @@ from common.config import UserError
 from common.data import flat
 
 COUNT = 7
-# Source 3 has no rows, and source 5 the longest name.
+# Source 3 has no rows, and source 5 has the longest name.
 TEXTS = [[b"a", b"", "ü".encode()], [b"b" * 99], [b""], [], [b"c", b"d"], [b"e"], [b"f"] * 4]
 
 
@@ -154,7 +154,8 @@ def test_a_damaged_file_is_told_with_what_to_remove(name, size, tmp_path):
 
 
 def test_a_damaged_part_is_told_by_name(tmp_path):
-    process = FORKS.Process(target=open_and_die, args=(tmp_path, 2 * COUNT + 1))  # while joining
+    # The process is killed while joining the parts.
+    process = FORKS.Process(target=open_and_die, args=(tmp_path, 2 * COUNT + 1))
     process.start()
     process.join()
     [part] = tmp_path.rglob("4.npz")

@@ -263,7 +263,7 @@ def test_a_tar_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch)
         images.CaptionedImages(tmp_path)
 
 
-@pytest.mark.parametrize("size", [4000, 5120])  # within a file, and between two files
+@pytest.mark.parametrize("size", [4000, 5120])  # cut within a file, and between two files
 @pytest.mark.parametrize("rest", [b"", b"?" * 5120])
 def test_a_damaged_tar_is_refused_by_name(size, rest, tmp_path):
     path = tmp_path / "00000.tar"

@@ -2,15 +2,15 @@
 
     python tests/benchmarks/bench_audio.py [--device cuda] [CASE ...]
 
-Cases: soundstream, semantic, coarse, fine (a training step each), tokenize, generate-semantic,
-generate-coarse, generate-fine; all by default. Sizes are those at which audiolm_pytorch is timed.
-With --preset, each stage has the sizes of that preset of train_audio.py. Peak memory is that of the
-whole process: to compare it, run one case at a time.
+Cases: soundstream, semantic, coarse, fine (one training step each), tokenize, generate-semantic,
+generate-coarse, generate-fine; all by default. The default sizes match those at which
+audiolm_pytorch is timed. With --preset, each stage has the sizes of that preset in train_audio.py.
+Peak memory is that of the whole process: to compare it, run one case at a time.
 """
 
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch, so that idle threads soon yield
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before importing torch; idle threads yield soon
 
 import math
 import sys
@@ -59,7 +59,7 @@ def settings(args, stage):
 
 
 def codec_of(cfg, device):
-    """A codec with codebooks."""
+    """A codec whose codebooks are initialized with random vectors."""
     torch.manual_seed(0)
     codec = soundstream.SoundStream(cfg).to(device)
     vectors = torch.randn(2 * cfg.codebook_size, cfg.latent_dim, device=device)
@@ -204,9 +204,9 @@ def bench_step(args, stage):
 
 
 def bench_generate(args, stage):
-    """Time the generation of about --tokens codes per sample, after the earlier streams.
+    """Time the generation of about --tokens codes per sample, given the earlier streams.
 
-    For fine, the earlier stream has as many frames.
+    For fine, the earlier stream is cut to the number of frames that are generated.
     """
     _, model, samples = make(args, stage)
     model.eval().requires_grad_(False)

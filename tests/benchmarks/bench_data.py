@@ -1,12 +1,12 @@
-"""Measure how fast large data are opened and read at random, and how much memory this takes.
+"""Measure how fast large datasets are opened and read at random, and the memory this takes.
 
     python tests/benchmarks/bench_data.py [pictures captions jsonl] [--rows 100_000] [--ranks 1 2]
 
-Prints one JSON line per case and number of ranks. first_s and again_s: seconds of the first and the
-second opening, with splits and fingerprint. private_mb and mapped_mb: memory that a process takes
-to open the data the second time, and to read them. private_mb is its own memory. mapped_mb is its
-share (PSS) of the files that it maps, which the system can drop when memory is short. items_per_s:
-over all ranks. Runs on Linux only.
+Prints one JSON line per case and number of ranks. first_s and again_s: seconds to open the data the
+first and the second time, including splits and fingerprint. private_mb and mapped_mb: memory that a
+process takes to open the data the second time, and to read them. private_mb is its own memory.
+mapped_mb is its share (PSS) of the files that it maps, which the system can drop when memory is
+short. items_per_s: total of all ranks. Runs on Linux only.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def member(name, content):
 
 
 def link_all(paths):
-    """Link all but the first few of `paths` to these, because only the number of rows matters."""
+    """Make all but the first few paths links to those few: only the number of rows matters."""
     for number, path in enumerate(paths[DISTINCT:]):
         os.link(paths[number % DISTINCT], path)
 
@@ -114,7 +114,7 @@ CASES = {
 
 
 def memory(folder):
-    """MB of this process: (its share of mapped files below `folder`, its own memory)."""
+    """Memory of this process in MB: (its share of mapped files below `folder`, its own)."""
     mapped = private = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *values = line.split()

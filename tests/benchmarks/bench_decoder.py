@@ -10,7 +10,7 @@ process: to compare it, run one case at a time.
 
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch, so that idle threads soon yield
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before importing torch; idle threads yield soon
 
 import sys
 from pathlib import Path

@@ -9,7 +9,7 @@ Peak memory is that of the whole process: to compare it, run one case at a time.
 
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch, so that idle threads soon yield
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before importing torch; idle threads yield soon
 
 import argparse
 import json
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import train_prior
 from common import amp, checkpoint, ema, loader, optim, order
 
-SIDE = 2048  # size of the matrices whose product measures the peak
+SIDE = 2048  # size of the matrices multiplied to measure peak FLOP/s
 STEPS = 64  # sampling steps
 SIZES = dict(width=512, depth=6, heads=8)
 CASES = ("train", "sample", "train_embedding", "sample_embedding", "ema", "checkpoint", "order")
@@ -56,7 +56,7 @@ def timed(function, device, repeats, warmup=2):
 
 def flops_of(function):
     """Floating-point operations of the matrix products and convolutions of one call."""
-    # The counter needs uncompiled code, and attention as plain products.
+    # The counter needs uncompiled code, and attention computed as plain matrix products.
     counter = FlopCounterMode(display=False)
     with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH), counter:
         function()
@@ -80,7 +80,7 @@ def peak_memory(args):
 def measure(case, args, function, repeats, warmup=2, **facts):
     """Time `function`, and print its line.
 
-    facts: numbers, or functions of the median seconds of a call.
+    facts: numbers, or functions of the median seconds per call.
     """
     before = peak_flops(args)
     start = time.perf_counter()
@@ -90,7 +90,7 @@ def measure(case, args, function, repeats, warmup=2, **facts):
     first = time.perf_counter() - start  # with --compile this includes compiling
     times = timed(function, args.device, repeats, warmup)
     memory = peak_memory(args)  # before counting FLOPs, which takes more memory
-    peak = (before + peak_flops(args)) / 2  # the speed of machines drifts
+    peak = (before + peak_flops(args)) / 2  # a machine's speed drifts
     flops = flops_of(function)
     seconds = statistics.median(times) / 1e3
     rates = dict(facts)
@@ -225,7 +225,7 @@ def bench_sample(args, encodings):
 
 
 def bench_ema(args):
-    """Time an update of 29M parameters in 300 tensors, also relative to a bare _foreach_lerp_."""
+    """Time an EMA update of 29M parameters in 300 tensors, and compare it with _foreach_lerp_."""
     layers = []
     for _ in range(75):
         layers += [torch.nn.Linear(312, 624), torch.nn.Linear(624, 312)]
@@ -236,7 +236,7 @@ def bench_ema(args):
         shadow = [p.clone() for p in source]
     ratios = []
     times = []
-    for _ in range(5):  # alternating, because the speed of machines drifts
+    for _ in range(5):  # alternating, because a machine's speed drifts
         bare = timed(lambda: torch._foreach_lerp_(shadow, source, 1e-4), args.device, args.repeats)
         ours = timed(lambda: average.update(1000), args.device, args.repeats)
         ratios.append(statistics.median(ours) / statistics.median(bare))
@@ -272,7 +272,7 @@ def bench_checkpoint(args):
 
 
 def bench_order(args):
-    """Time looking up shuffled rows of two billion, in batches of 4096 and one at a time."""
+    """Time looking up rows of a shuffled two-billion-row dataset, 4096 and 1 at a time."""
     split = order.split_indices(2 * 10**9, "train", 0.01, 0.01)
     for size in (4096, 1):
         positions = np.arange(10**9, 10**9 + size)

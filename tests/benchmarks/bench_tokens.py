@@ -1,12 +1,12 @@
-"""Time token caches of many hours of audio, and print one JSON line per case.
+"""Time token caches of many hours of audio, and print JSON lines.
 
     python tests/benchmarks/bench_tokens.py [--hours 100] [--folder FOLDER]
 
-Cases: write (random tokens, which take no time to compute), open (a second start), and coarse and
-fine (crops per second of CPU time, by one and by two forked processes). pss_mb: a process's share
-of memory (Linux). more_mb: its growth. more_anon_mb: the growth without pages of the file, which
-processes share, and which the system can drop. The file takes 2 bytes per token, and twice that
-while it is joined from pieces.
+The cases write (random tokens, which take no time to compute) and open (opening the cache again)
+have one line each. coarse and fine have two: crops per second of CPU time in one process, and in
+two at once. pss_mb: a process's share of memory (Linux). more_mb: its growth. more_anon_mb: its
+growth without pages of the file, which processes share, and which the system can drop. The file
+takes 2 bytes per token, and twice that while it is joined from pieces.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Same:
 
 
 class Recordings:
-    """Recordings of 5 to 25 seconds, whose waves are their numbers."""
+    """Recordings of 5 to 25 seconds. In place of its wave, each returns its index."""
 
     def __init__(self, hours):
         self.count = round(hours * 3600 / 15)
@@ -83,7 +83,7 @@ def emit(case, **facts):
 
 
 def memory():
-    """MB of this process: (its share of memory (PSS), the anonymous part of this)."""
+    """Memory of this process in MB: (its share (PSS), the anonymous part of that share)."""
     path = Path("/proc/self/smaps_rollup")
     lines = path.read_text().splitlines()[1:] if path.exists() else []
     kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
@@ -101,7 +101,7 @@ def work(crops, count, seed, processes, results):
     """Take crops in a forked process. results gets (CPU seconds, `growth` of memory)."""
     generator = np.random.default_rng(seed)
     indices = generator.integers(0, len(crops.dataset), count)
-    def together():  # measure memory while all processes are alive
+    def together():  # wait, so that memory is measured while all processes are alive
         if processes > 1:
             TOGETHER.wait()
 
@@ -119,7 +119,7 @@ def work(crops, count, seed, processes, results):
 
 
 def take_crops(case, crops, count):
-    """Print a line for one process, and one for two."""
+    """Time crops in one process, then in two at once, and print a line for each."""
     for processes in (1, 2):
         results = FORK.SimpleQueue()
         workers = []
@@ -148,7 +148,7 @@ def main():
 
 
 def measure(args, folder):
-    tokens.PIECE_SECONDS = 1  # these tokens take no time, so a piece has hours of them
+    tokens.PIECE_SECONDS = 1  # these tokens take no time to compute, so a piece holds hours
     cfg = SimpleNamespace(run_dir=folder, workers=0, timeout_minutes=30)
     dataset = Recordings(args.hours)
     tokenizers = [Tokenizer(1), Tokenizer(args.quantizers)]
@@ -165,7 +165,7 @@ def measure(args, folder):
         token_lm.Stream("coarse", 4, 1024),
         token_lm.Stream("fine", args.quantizers - 4, 1024),
     ]
-    # Crops as in the preset audiolm-16khz.
+    # Crop lengths are those of the preset audiolm-16khz.
     stages = {
         "coarse": tokens.TokenCrops(
             dataset, 10.0, [semantic, coarse], token_lm.lay_out, words, codes, FRAME_RATE

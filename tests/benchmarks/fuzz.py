@@ -1,7 +1,7 @@
-"""Damage each kind of file that the scripts read, at random, and run a command that reads it.
+"""Randomly damage each kind of file that the scripts read, and run a command that reads it.
 
-The command must continue as documented, or end with one line and status 1 or 2. Anything else is
-wrong: a traceback, a hang, or a resumed run whose weights differ from those of an undamaged run.
+The command must continue as documented, or end with one error line and status 1 or 2. Anything else
+is wrong: a traceback, a hang, or a resumed run whose weights differ from those of an undamaged run.
 
     python tests/benchmarks/fuzz.py [--count 100] [KIND ...]    # status 1 if something was wrong
 """
@@ -25,7 +25,7 @@ from helpers import SMALL, STAGES, flags  # noqa: E402
 
 from common import checkpoint  # noqa: E402
 
-HANG = 300  # seconds, even on a busy machine
+HANG = 300  # seconds after which a command counts as hung, even on a busy machine
 TRAIN = dict(SMALL, steps=2, log_every=1, eval_every=0, save_every=1, eval_samples=8)
 UNET = dict(
     width=8,
@@ -149,7 +149,7 @@ def make_world():
 
 
 def damaged(content, rng):
-    """`content` with a few bytes changed, or truncated, or with a repeated block."""
+    """`content` with a few bytes changed, its end cut off, or a block repeated."""
     content = bytearray(content)
     way = rng.choice(["bytes", "signs", "cut", "repeat"])
     start = rng.randrange(len(content))
@@ -182,7 +182,7 @@ def fuzz(kind, count):
     content = Path(file).read_bytes()
     rng = random.Random(kind)
     found = collections.Counter()
-    weights = None  # of an undamaged run that is resumed
+    weights = None  # of the run resumed from undamaged files
     for number in range(count + 1):
         if number:
             Path(file).write_bytes(damaged(content, rng))
