@@ -80,7 +80,6 @@ KINDS = {  # name: (file, command that reads it)
     "png": ("images/00001.png", EMBED),
     "webp": ("images/00002.webp", EMBED),
     "caption": ("images/00003.txt", EMBED),
-    "metadata.csv": ("images/metadata.csv", EMBED),
     "json": ("images/00004.json", EMBED),
     "image in training": ("images/00001.png", decoder("images")),
     "npy": ("images/00001.npy", decoder("images")),
@@ -89,7 +88,7 @@ KINDS = {  # name: (file, command that reads it)
     "flac": ("voices/b.flac", audio("soundstream")),
     "ogg": ("voices/c.ogg", audio("soundstream")),
     "transcript": ("voices/a.txt", audio("semantic")),
-    "table of transcripts": ("voices/metadata.csv", audio("semantic")),
+    "table of transcripts": ("voices/x.trans.txt", audio("semantic")),
     "prompt": ("voices/a.wav", (*SPEAK, "--prompt", "voices/a.wav")),
     "codec": ("runs/soundstream/model.pt", SPEAK),
     "kmeans": ("runs/semantic/kmeans.pt", SPEAK),
@@ -109,12 +108,6 @@ def make_world():
         path = Path(f"images/{name}.png")
         Image.open(path).save(path.with_suffix(f".{suffix}"))
         path.unlink()
-    rows = []
-    for number in range(40, 80):
-        text = Path(f"images/{number:05d}.txt")
-        rows.append(f'{number:05d}.png,"{text.read_text()}"')
-        text.unlink()
-    Path("images/metadata.csv").write_text("\n".join(["file_name,text", *rows]))
     caption = Path("images/00004.txt")
     caption.with_suffix(".json").write_text(json.dumps({"caption": caption.read_text()}))
     caption.unlink()
@@ -141,9 +134,7 @@ def make_world():
         first.with_suffix(suffix).rename(f"voices/a{suffix}")
     for name in ("b.flac", "c.ogg"):
         soundfile.write(f"voices/{name}", *soundfile.read("voices/a.wav"))
-    names = [f"{path.parent.name}/{path.stem}" for path in Path("voices").glob("*/*.wav")]
-    rows = [f"{name}|a i u" for name in ("b", "c", *names)]
-    Path("voices/metadata.csv").write_text("\n".join(rows))
+    Path("voices/x.trans.txt").write_text("b a i u\nc a i u\n")
     for stage in STAGES:
         helpers.run(*audio(stage, "runs"))
 
