@@ -64,7 +64,7 @@ def seed_all(*key):
 
 
 def batches(fields, batch_size):
-    """Split a dict of equally long tensors or lists; yields at most `batch_size` rows at a time."""
+    """Yield slices of at most `batch_size` rows of a dict of equally long tensors or lists."""
     lengths = {name: len(value) for name, value in fields.items()}
     assert len(set(lengths.values())) == 1, f"fields of different lengths: {lengths}"
     for start in range(0, max(lengths.values()), batch_size):

@@ -18,7 +18,7 @@ def start(model, cfg, sha256):
     would cast them anyway. For a prior with 106 M weights, a step then takes 16 to 26 % less memory
     on a CPU. Returns (adapters, {"rank", "base", "base_sha256", "source"}); the dict becomes the
     entry "lora" of the run's files. source: where the base was imported from, or else its path.
-    sha256: hash of the file --init_from. Collective. UserError if the file contains a different
+    sha256: hash of the --init_from file. Collective. UserError if the file contains a different
     model, or adapters.
     """
     path = cfg.init_from

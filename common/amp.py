@@ -27,8 +27,8 @@ def scaler(device, precision):
 def step(scaler, optimizers, max_grad_norm):
     """Unscale and clip the gradients of a model, and step its `optimizers`.
 
-    max_grad_norm: 0 for no clipping. Returns (the gradient norm before clipping, a scalar tensor;
-    True if the optimizers stepped). On an fp16 overflow no optimizer steps, and the caller repeats
+    max_grad_norm: 0 for no clipping. Returns (gradient norm before clipping, as a scalar tensor;
+    whether the optimizers stepped). On an fp16 overflow, no optimizer steps, and the caller repeats
     the step. All ranks make the same decision, because gradients are already summed. After the
     steps of all models, the caller calls `scaler.update()` once.
     """
@@ -38,7 +38,7 @@ def step(scaler, optimizers, max_grad_norm):
         for group in optimizer.param_groups:
             parameters += group["params"]
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm or torch.inf)
-    # Only fp16 synchronizes with the device here.
+    # bool() waits for the device, but only with fp16.
     stepped = not scaler.is_enabled() or bool(norm.isfinite())
     if stepped:
         for optimizer in optimizers:

@@ -25,8 +25,8 @@ try:
 except ImportError:  # Windows: nothing is locked
     fcntl = None
 
-# Types of entries, checked on loading. Otherwise a wrong type would raise a later error that does
-# not name the file.
+# Types of entries, checked on loading. Otherwise, a wrong type would cause a later error that
+# does not name the file.
 KINDS = dict.fromkeys(("model", "ema", "training", "config", "lora"), dict) | {"step": int}
 
 # Files
@@ -47,7 +47,7 @@ def lock(file, wait=False):
     except (BlockingIOError, PermissionError):
         raise
     except OSError:  # Lustre and NFS may have no locks
-        if not wait:  # two processes would spoil a run folder
+        if not wait:  # with `wait`, the work may safely be done twice
             config.note(
                 f"{file.name} cannot be locked; make sure that no other process trains here"
             )
@@ -75,7 +75,7 @@ def atomic_write(path):
                 os.close(folder)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        # torch raises a RuntimeError, with the disk's error as its context.
+        # torch.save raises a RuntimeError whose context is the error from the disk.
         cause = error.__context__ if isinstance(error, RuntimeError) else error
         if isinstance(cause, OSError):
             raise OSError(cause.errno, f"{cause.strerror}, writing", str(path)) from error
@@ -100,7 +100,7 @@ class Hashing:
 def save(contents, path):
     """Write nested dicts and lists of tensors and plain values; returns the file's sha256.
 
-    The hash is computed while writing, because all ranks wait and a file may be tens of GB.
+    The hash is computed while writing: reading tens of GB again would keep all ranks waiting.
     """
     with atomic_write(path) as file:
         hashing = Hashing(file)  # torch writes from beginning to end, without seeking
@@ -193,8 +193,8 @@ def read_model(classes, path, weights="ema"):
 def model_file(folder, name="", weights="ema"):
     """The path of the model file `name` in a run folder.
 
-    The default is best.pt, with a note that gives its step, or else model.pt. For "online" weights
-    it is the newest checkpoint, because other files have only averaged weights.
+    The default is best.pt, with a note that gives its step, or else model.pt. For "online" weights,
+    the default is the newest checkpoint, because other files have only averaged weights.
     """
     if weights == "online":
         name = name or max(Path(folder).absolute().glob("checkpoints/step_*.pt"), default="")

@@ -41,10 +41,10 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def explained(message, kind=UserError):
-    """Context that turns any error into a `kind` (of UserError): `message`, then the reason.
+    """Context that turns any error into a UserError with `message`, followed by the reason.
 
-    Use it to read users' files, because damaged files raise a dozen types of errors. Errors that
-    are already a `kind` are passed on unchanged.
+    Use it to read users' files, because damaged files raise a dozen types of errors. kind: the
+    class to raise, UserError or a subclass; errors of this class are passed on unchanged.
     """
     try:
         yield
@@ -70,8 +70,8 @@ def note(text):
 def need(module, wanted_by, package=None):
     """Import the optional `module`; a UserError says how to install its package.
 
-    Any import error counts, because an installed package may lack a system library. wanted_by: for
-    the message.
+    Any import error counts, because an installed package may lack a system library. wanted_by:
+    what needs the module, for the message.
     """
     package = package or module.partition(".")[0]
     with explained(f"{wanted_by} needs {package}: pip install {package}"):
@@ -84,9 +84,9 @@ def need(module, wanted_by, package=None):
 def field(default, help="", model=False, fixed=False, affects_val_loss=False):
     """A setting of a config class: its default and its line in --help.
 
-    fixed: a resumed run must keep it (batch_size). model: it is part of the model (width), so it is
-    `fixed` too, and --init_from FILE takes it from the file. affects_val_loss: validation losses
-    with different values cannot be compared (eval_samples).
+    fixed: a resumed run must keep it (such as batch_size). model: it is part of the model (such as
+    width), so it is `fixed` too, and --init_from FILE takes it from the file. affects_val_loss: it
+    must be the same for validation losses to be comparable (such as eval_samples).
     """
     rules = {
         "help": help,
@@ -113,7 +113,7 @@ def settings_with(cfg, rule):
 
 @dataclass(frozen=True)
 class Settings:
-    """Base class of configs. Values are checked on creation; a UserError names the wrong flag.
+    """Base class of configs. Values are checked on creation; a UserError names the invalid flag.
 
     The first line of a config class's docstring is the heading of its settings in --help.
     """
@@ -210,7 +210,7 @@ class TrainingRun(Settings):
         if self.lora_rank and not self.init_from:
             raise UserError("--lora_rank: adapters need a model: give --init_from")
         of_one = self.init_from or self.load or self.save or " id=" in self.logger
-        if self.stage == "all" and of_one:  # stages would overwrite each other's files
+        if self.stage == "all" and of_one:  # each of these refers to a particular stage
             raise UserError(
                 "--init_from, --load, --save, id in --logger: these are for one stage; give --stage"
             )
@@ -267,16 +267,16 @@ def from_json(cls, values, source):
 
 
 def typed(cls, values, source):
-    """Check and convert plain JSON `values` to {setting: value}, as if they were flags.
+    """Check plain JSON `values` and convert them to {setting: value}.
 
-    argparse does the work, after they are turned into flags. A UserError begins with `source`.
+    The values are turned into flags, which argparse parses. A UserError begins with `source`.
     """
     words = [f"--{name}={as_word(value)}" for name, value in values.items()]
     return read_words(make_parser(cls), words, f"{source}: ")
 
 
 def as_word(value):
-    """The text that gives `value` on the command line."""
+    """`value` as it is written on the command line."""
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
     return str(value)
@@ -302,7 +302,7 @@ def converter(kind):
         return ("false", "true").index(word.lower()) == 1
 
     if typing.get_origin(kind) is tuple:
-        tuple_of.__name__ = inspect.formatannotation(kind)  # for argparse's message
+        tuple_of.__name__ = inspect.formatannotation(kind)  # for argparse's error messages
         return tuple_of
     # Shells do not expand the ~ in --data=~/set or in quotes.
     return {bool: true_or_false, str: os.path.expanduser}.get(kind, kind)
@@ -367,20 +367,20 @@ def read_words(parser, words, source=""):
 
 
 def parse(cls, words, usage="", presets=None):
-    """Parse command-line arguments into a config. UserError if they are wrong.
+    """Parse command-line arguments into a config. UserError if they are invalid.
 
     cls: a config class, or {stage: its class}, whose first stage is the default. presets: {name:
     settings}, which may include "stage"; or {name: {stage: settings}}.
     """
     presets = presets or {}
-    # These three decide which settings exist.
+    # Find --config, --preset and --stage first: they decide which settings exist.
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("config", "preset", "stage"):
         finder.add_argument(f"--{name}", nargs="?")  # a missing value is reported below
     found, _ = finder.parse_known_args(words)
     given = read_json(found.config) if found.config else {}
     preset = ""
-    if presets:  # only if this command has presets
+    if presets:  # else --preset is handled below, like any unknown setting
         preset = found.preset or str(given.get("preset", ""))
     if preset and preset not in presets:
         raise UserError(f"--preset {preset}: expected one of {', '.join(presets)}")
@@ -413,10 +413,10 @@ def parse(cls, words, usage="", presets=None):
 def run(commands, usage, default=None, presets=None):
     """Run the command named by the first word of the command line, or else `default`.
 
-    commands: {name: (function of a config, config class or {stage: class})}. presets: for the
-    default command, see `parse`. A wrong command line prints one line and exits with status 2; a
-    later UserError or OSError prints one line and exits with status 1. Other errors show a
-    traceback, because the program or the machine is at fault.
+    commands: {name: (function, cls)}; the function is called with the parsed config. cls: see
+    `parse`. presets: see `parse`; only the default command has presets. An invalid command line
+    prints one line and exits with status 2; a later UserError or OSError prints one line and exits
+    with status 1. Other errors show a traceback, because the program or the machine is at fault.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError):  # closed, or not a stream
@@ -436,8 +436,8 @@ def run(commands, usage, default=None, presets=None):
         status = 1
         function(cfg)
     except (UserError, OSError) as error:
-        # All ranks see a wrong command line, so only rank 0 reports it. Later, the rank that
-        # failed reports its error.
+        # All ranks parse the same command line, so only rank 0 reports that it is invalid. A
+        # later error is reported by the rank on which it occurs.
         if status == 1 or is_main():
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(status) from None
@@ -455,12 +455,13 @@ def check_unused(cfg, case, *names):
 def parse_options(flag, text, kinds):
     """Make the object that `text` describes, such as "NAME OPTION=VALUE ...".
 
-    kinds: {name: class}; the options are the arguments of the class. flag: for messages. UserError
-    if `text` is malformed.
+    kinds: {name: class}; the options are the arguments of the class. flag: its name, for messages.
+    UserError if `text` is malformed.
     """
     names = ", ".join(kinds)
     with explained(f"--{flag} {text}: expected one of {names}, then OPTION=VALUE …"):
-        name, *pairs = shlex.split(text.replace("\\", r"\\"))  # keep backslashes of Windows
+        # Keep the backslashes of Windows paths.
+        name, *pairs = shlex.split(text.replace("\\", r"\\"))
         options = {}
         for pair in pairs:
             option, value = pair.split("=", 1)

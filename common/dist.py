@@ -64,8 +64,8 @@ def choose_device(device="auto", deterministic=True):
     """This process's torch.device, set up for use.
 
     Commands of a single process call this instead of `setup`, so that they do not wait for other
-    ranks in containers that set WORLD_SIZE. deterministic: GPUs repeat results bit for bit, also
-    after a resume; otherwise cuDNN measures which of its kernels are the fastest.
+    ranks in containers that set WORLD_SIZE. deterministic: GPU results repeat bit for bit, even
+    across a resume; otherwise, cuDNN times its kernels and picks the fastest.
     """
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks on this machine
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -123,7 +123,7 @@ class Stopped(SystemExit):
     """
 
 
-# The newest signal to this process; 0 for none yet, None outside `listening`.
+# The last signal that this process received: 0 before the first, None outside `listening`.
 received = None
 
 
@@ -139,7 +139,7 @@ def listening():
     handlers = {}
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
-            with contextlib.suppress(ValueError):  # not the main thread, as in a notebook
+            with contextlib.suppress(ValueError):  # not in the main thread
                 handlers[number] = signal.signal(number, note_signal)
     try:
         yield
@@ -159,8 +159,8 @@ def note_signal(number, frame):
 def stop_together():
     """Raise Stopped on all ranks if any rank received a signal. Collective, but on the CPU.
 
-    Call it at every step, because log lines may be too far apart: torchrun kills the ranks 30 s
-    after it has passed on a signal.
+    Call it at every step rather than only at log lines, which may be too far apart: torchrun kills
+    the ranks 30 s after it forwards a signal.
     """
     if received is None:
         return
@@ -198,9 +198,10 @@ def sum_gradients(module, last=True):
     after the first step.)
 
     To use DistributedDataParallel instead, wrap the model in it after `resume.restore`, and call
-    the wrapper where the loss calls the model. For all chunks but the last, run loss and backward
-    pass in its `no_sync()`. It averages over ranks, so multiply the loss by world_size(). For FSDP,
-    also change the EMA, the clipping in amp.step, and `resume.State.contents`.
+    the wrapper where the loss calls the model. For all chunks but the last, run the loss and the
+    backward pass inside its `no_sync()`. It averages over ranks, so multiply the loss by
+    world_size(). For FSDP, also change the EMA, the clipping in amp.step, and
+    `resume.State.contents`.
     """
     if not last:
         yield
@@ -234,7 +235,7 @@ def sum_gradients(module, last=True):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     if hooks:
-        arrived(*parameters)  # also parameters that got no gradient
+        arrived(*parameters)  # including parameters that got no gradient
     for work in works:
         work.wait()
 
@@ -285,7 +286,7 @@ def fail(message):
 
 
 def on_all(work):
-    """Run `work()` on every rank and return each rank's own result. `work` has no collectives.
+    """Run `work()` on every rank and return each rank's own result. `work` is not collective.
 
     If it raises a UserError or OSError on some ranks, all ranks exit, and the first rank that
     failed raises its error.

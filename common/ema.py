@@ -9,7 +9,7 @@ import torch
 
 @dataclasses.dataclass(eq=False)
 class EMA:
-    """Averages, in fp32, of the parameters of `model` that are trainable when it is created.
+    """Averages, in fp32, of the parameters of `model` that are trainable when the EMA is created.
 
     The named `buffers` are averaged as well. Everything else (other buffers, frozen weights) is
     read from the model on demand. The averages stay on the device where the model was at creation.
@@ -42,7 +42,7 @@ class EMA:
             self.sources.append((self.model.get_submodule(layer), name))
 
     def decay_at(self, step):
-        """The decay after optimizer step `step` (from 1 on); a decay of 0 copies parameters.
+        """The decay after optimizer step `step` (counted from 1); a decay of 0 copies parameters.
 
         It is 1 - (1 + s/inv_gamma)^-power, clamped to [min_decay, decay], where s = step -
         update_after - 1 is the number of steps already averaged.
@@ -69,7 +69,7 @@ class EMA:
             self.averages[name].copy_(self.model.get_buffer(name))
 
     def copy_to(self, model):
-        """Copy the averaged weights to `model`; torch's error names what does not fit."""
+        """Copy the averaged weights to `model`; torch's error names what differs."""
         model.load_state_dict(self.state_dict())
 
     def store(self, model):
@@ -97,7 +97,7 @@ class EMA:
         return {**self.model.state_dict(), **self.averages}
 
     def load_state_dict(self, state):
-        """Copy the averages from `state`; a ValueError names what does not fit.
+        """Copy the averages from `state`; a ValueError names what differs.
 
         All other entries are ignored: they are loaded with the model.
         """

@@ -4,13 +4,14 @@ A dataset needs these methods for training:
     len(dataset)
     fetch(indices, random_bits=None) -> (batch, usable)     dict of tensors and lists, bool (n,)
     split(name, validation, test, seed=0) -> indices        name: "train", "validation" or "test"
-    fault(index) -> text                                    name of an unusable sample, and why
+    fault(index) -> text                                    why a sample is unusable, with its name
     check() -> (unusable, checked, faults)                  called before training
     fingerprint() -> dict                                   changes when the data change
 
-To open and evaluate a dataset, the scripts also use: in train_prior.py folder, width,
-encoding_width, captions, texts and text_embeds.median_norm; in train_decoder.py width, captions and
-texts; in train_audio.py names, texts, rate, wave and load_usable.
+To open and evaluate a dataset, the scripts also use these members:
+    train_prior.py      folder, width, encoding_width, captions, texts, text_embeds.median_norm
+    train_decoder.py    width, captions, texts
+    train_audio.py      names, texts, rate, wave, load_usable
 """
 
 import atexit
@@ -31,12 +32,13 @@ MAX_UNUSABLE = 0.01  # a run ends if a larger fraction of the samples is unusabl
 
 @dataclasses.dataclass(eq=False)
 class ChunkDataset(torch.utils.data.Dataset):
-    """Maps a span of positions in a run (first, one past the last) to a batch of samples.
+    """Maps a span of positions (first, one past the last) to a batch of samples.
 
-    With a seed, `indices` are shuffled anew in each epoch, and `fetch` gets random bits that depend
-    on seed and position, for augmentation. Without a seed, for evaluation, samples are in order and
-    nothing is random. An unusable sample is listed in batch["unusable"], and replaced by the next
-    usable one in `indices`, whatever the rank.
+    Positions count samples across epochs. With a seed, `indices` are shuffled anew in each epoch,
+    and `fetch` gets random bits for augmentation, which depend on the seed and the position.
+    Without a seed, for evaluation, samples are in order and nothing is random. An unusable sample
+    is listed in batch["unusable"] and replaced by the next usable one in `indices`, which does not
+    depend on the number of ranks.
 
     Workers also run `tokenizer`, which makes batch["tokens"] from batch["caption"], and then
     `transform(batch, random_bits)`, which returns the final batch.
@@ -49,9 +51,9 @@ class ChunkDataset(torch.utils.data.Dataset):
     transform: object = None
 
     def __getitem__(self, span):
-        positions = np.arange(*span)  # in an endless sequence of samples
+        positions = np.arange(*span)  # counted across epochs
         bits = None
-        places = positions  # in `indices`
+        places = positions  # indexes into `indices`
         if self.seed is not None:
             bits = order.random_bits(positions, self.seed)
             places = order.shuffle(positions, len(self.indices), self.seed)
@@ -80,7 +82,7 @@ class ChunkDataset(torch.utils.data.Dataset):
 
 
 class ErrorsAsItems(torch.utils.data.Dataset):
-    """A ChunkDataset that returns errors: torch adds a traceback to errors that workers raise."""
+    """Returns the errors of a ChunkDataset: torch would add a traceback if a worker raised them."""
 
     def __init__(self, chunks):
         self.chunks = chunks
@@ -115,7 +117,7 @@ def read_ahead(chunks, spans, workers=0, pin_memory=False, timeout=0):
 
 
 def ignore_signals(worker):
-    """Ignore SIGTERM and Ctrl-C in workers: the rank handles them, and still needs its workers."""
+    """Ignore stop signals in a worker: the rank handles them, and still needs its workers."""
     for number in dist.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -127,7 +129,7 @@ def kill_workers():
 
 
 def train_batches(cfg, dataset, indices, step, device, tokenizer=None, transform=None):
-    """(plan of this rank's chunks in a step, endless iterator over their batches from `step` on).
+    """Returns (this rank's chunks of a step, endless iterator over their batches from `step` on).
 
     tokenizer, transform: see ChunkDataset.
     """
@@ -140,7 +142,7 @@ def train_batches(cfg, dataset, indices, step, device, tokenizer=None, transform
 
 
 def eval_batches(dataset, indices, limit, chunk_size):
-    """Yield (number, batch) for this rank's share of at most `limit` (0: all) samples.
+    """Yield (chunk number, batch) for this rank's share of at most `limit` (0: all) samples.
 
     Collective: all ranks check for signals before every batch.
     """

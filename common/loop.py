@@ -17,7 +17,7 @@ import torch
 from common import accumulate, amp, checkpoint, config, dist, loader, tracker
 from common.config import UserError
 
-MAX_TRIES = 64  # tries of a step that overflows fp16; nearly every try halves the loss scale
+MAX_TRIES = 64  # attempts at a step that overflows fp16; nearly all of them halve the loss scale
 
 # In the loop
 
@@ -36,7 +36,7 @@ class Due:
         self.started = time.monotonic()
 
     def __call__(self):
-        """True if it is due. With minutes this is collective: rank 0's clock decides."""
+        """True if it is due. Collective if the interval is in minutes: rank 0's clock decides."""
         step = self.state.step
         if self.is_minutes:
             due = dist.on_main(lambda: time.monotonic() - self.started >= 60 * self.every)
@@ -70,7 +70,7 @@ class Progress:
     def restart(self):
         self.started = time.monotonic()
         self.losses = []  # one per step, summed over this rank's samples
-        self.norms = []  # one per step
+        self.norms = []  # gradient norms, one per step
         self.extra_losses = collections.Counter()  # {name: sum over the steps}
         self.unusable = []  # names of samples
         self.overflows = []  # steps that were repeated
@@ -102,7 +102,7 @@ class Progress:
         self.bar.update()
         self.losses.append(sum(losses))
         self.norms.append(norm)
-        self.extra_losses.update(others)  # a Counter adds
+        self.extra_losses.update(others)  # Counter.update adds the values
         for batch in batches:
             self.unusable += batch["unusable"]
 
@@ -111,11 +111,11 @@ class Progress:
         """Context around an evaluation or a save, whose time does not count in samples_per_s."""
         before = time.monotonic()
         yield
-        self.paused_s = time.monotonic() - before  # only the newest pause
+        self.paused_s = time.monotonic() - before  # of the last pause only
         self.started += self.paused_s
 
     def check_finite(self, values):
-        """End all ranks with a UserError unless the `values` of the newest steps are finite.
+        """End all ranks with a UserError unless the `values` of the latest steps are finite.
 
         The loss of step N comes from the weights after step N - 1, so checkpoints from step N - 1
         on are dropped.
@@ -130,7 +130,7 @@ class Progress:
                 )
 
     def log_line(self):
-        """Log the steps since the last line. Collective.
+        """Log the steps since the previous log line. Collective.
 
         It synchronizes with the device and the other ranks. UserError if a loss or gradient is not
         finite.
@@ -165,7 +165,7 @@ class Progress:
         self.log.log(self.state.step, **metrics)
 
     def log_evaluation(self, metrics, samples=None):
-        """Log and print an evaluation, and write best.pt if its val_loss is the lowest.
+        """Log and print an evaluation, and write best.pt if its val_loss is the lowest so far.
 
         samples: see `Tracker.log`. Collective.
         """
@@ -218,11 +218,11 @@ def begin(run, state, about, device):
     about: description of the data, for the console.
     """
     cfg = state.cfg
-    # If an evaluation is due now, the loop starts with it. An earlier start may have logged it
-    # already; the tracker then drops the old line.
+    # If an evaluation is due now, the loop starts with it. If an earlier start has already
+    # logged it, the tracker drops the old line.
     repeats_evaluation = Due(cfg.eval_every, state)()
     log = tracker.Tracker(run, state, repeats_evaluation)
-    if dist.is_main():  # after the tracker, so that a refused logger leaves config.json as is
+    if dist.is_main():  # after the tracker: if it fails, config.json stays unchanged
         settings = config.as_json(cfg) | {"versions": state.versions}
         path = run.folder / "config.json"
         checkpoint.write_json(settings, path)
@@ -239,7 +239,7 @@ def begin(run, state, about, device):
         try:
             yield progress
         except dist.Stopped as stop:
-            progress.save()  # all ranks wait, because torchrun kills all once one exits
+            progress.save()  # all ranks wait: once one exits, torchrun stops the others
             name = signal.Signals(stop.code - 128).name
             log.print(
                 f"stopped by {name} at step {state.step}, saved; the same command resumes"
@@ -254,7 +254,7 @@ def begin(run, state, about, device):
 
 
 def announce(run, cfg, savers=None):
-    """Print the results of a finished run, and send the copies for --save that are missing.
+    """Print the results of a finished run, and upload what --save asks for and is still missing.
 
     savers: the run's savers, which know what they have sent; None: send everything again.
     """
@@ -297,7 +297,7 @@ def mean_loss(model, loss_of, dataset, indices):
 
 
 def means(found):
-    """Average {metric: values on this rank} to {metric: mean over all ranks}. Collective."""
+    """Turn {metric: values on this rank} into {metric: mean over all ranks}. Collective."""
     sums = collections.defaultdict(float)
     counts = collections.defaultdict(int)
     for values_of_rank in dist.all_gather(found):  # a rank may lack some metrics
@@ -308,11 +308,12 @@ def means(found):
 
 
 def evaluation_settings(cfg, args, max_chunk):
-    """The settings `cfg` of a training run, changed to those of the evaluation command `args`.
+    """The settings `cfg` of a training run, with those of the evaluation command `args` applied.
 
-    max_chunk: the chunk size if the training run has not chosen one.
+    max_chunk: the chunk size if `cfg` has none.
     """
-    if not args.data and cfg.data == type(cfg).data:  # an imported model; a run names its data
+    # Training runs record where their data are, but imported models do not.
+    if not args.data and cfg.data == type(cfg).data:
         raise UserError(
             f"{config.as_word(args.run_dir)}: its training data are unknown; give --data"
         )
@@ -322,6 +323,6 @@ def evaluation_settings(cfg, args, max_chunk):
         val_data="" if args.data else cfg.val_data,
         eval_samples=args.eval_samples,
         seed=args.seed,
-        batch_size=1,  # nothing is trained, so the training split may be small
+        batch_size=1,  # order.splits then accepts even a small training split
         chunk_size=cfg.chunk_size or max_chunk,
     )

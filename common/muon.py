@@ -15,9 +15,9 @@ class Muon(torch.optim.Optimizer):
     """Orthogonalized momentum (Jordan 2024).
 
     torch.optim.Muon always computes in bf16, which is slow on a CPU without bf16 units, and does
-    not take convolution kernels. Here kernels (out, in, *k) are matrices (out, in·k), and each rank
-    orthogonalizes a share of the matrices. Updates have the size of AdamW's, 0.2·lr per entry (Liu
-    et al. 2025, §2.2), so AdamW's learning rates can be reused.
+    not take convolution kernels. Here kernels (out, in, *k) are treated as matrices (out, in·k),
+    and each rank orthogonalizes a share of the matrices. As with AdamW, the root mean square of an
+    update is about 0.2·lr (Liu et al. 2025, §2.2), so AdamW's learning rates can be reused.
     """
 
     def __init__(self, matrices, lr, weight_decay):

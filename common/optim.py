@@ -60,7 +60,7 @@ def make(
         {"params": decayed, "weight_decay": weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
     ]
-    if decayed or undecayed:  # a group may be empty, an optimizer may not
+    if decayed or undecayed:  # a group may be empty, but an optimizer may not
         optimizers.append(torch.optim.AdamW(adam, lr=lr, betas=betas, eps=eps, fused=True))
     return optimizers
 

@@ -30,7 +30,7 @@ def random_bits(numbers, *key):
 
 
 def splitmix64(start, numbers):
-    """The output (uint64) of splitmix64, `numbers` (uint64 or 1) steps after the state `start`."""
+    """The output (uint64) of splitmix64 after `numbers` (uint64 or int) steps from `start`."""
     x = start + numbers * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -51,9 +51,10 @@ def uniform(bits, count, otherwise):
 def permute(index, n, *key):
     """Entries at `index` (int array) of a pseudo-random permutation of range(n) -> int64 array.
 
-    Each number is a pair (left, right) in range(a) × range(b) with a·b >= n. Three Feistel rounds,
-    with modular addition instead of exclusive-or, permute the pairs (Black & Rogaway 2002, §5).
-    Results of n or more are permuted again ("cycle walking", §4). Memory does not depend on n.
+    Each number is treated as a pair (left, right) in range(a) × range(b) with a·b >= n. Three
+    Feistel rounds, with modular addition instead of exclusive-or, permute the pairs (Black &
+    Rogaway 2002, §5). Results of n or more are permuted again ("cycle walking", §4). Memory use
+    does not depend on n.
     """
     a = math.isqrt(n - 1) + 1
     b = math.ceil(n / a)
@@ -76,7 +77,7 @@ def evenly_spaced(count, limit):
 
 
 def shuffle(positions, n, seed):
-    """Indices below n for `positions` (int array) of an endless training run.
+    """Map `positions` (int array), which count samples across epochs, to indices below n.
 
     Every n positions form an epoch, and each epoch has its own order.
     """
@@ -89,7 +90,7 @@ def shuffle(positions, n, seed):
 
 
 def stratified(n, count, total, *key):
-    """Ascending random numbers below n: one in each interval of total / count numbers.
+    """Ascending random integers below n: one in each interval of total / count integers.
 
     For n = 10, count = 1, total = 5, these are one of 0 to 4 and one of 5 to 9. With a larger n,
     more numbers follow, and the first ones stay the same.
@@ -112,7 +113,8 @@ class Complement:
 
     def __init__(self, n, excluded):
         self.size = n - len(excluded)
-        self.kept_before = excluded - np.arange(len(excluded))  # counts, one per excluded number
+        # For each excluded number: how many smaller numbers are kept.
+        self.kept_before = excluded - np.arange(len(excluded))
 
     def __len__(self):
         return self.size
@@ -130,8 +132,8 @@ def split_indices(
 ):
     """The rows in a split ("train", "validation" or "test") of n numbered rows.
 
-    validation, test: fractions, accurate to two rows. Rows keep their split when more
-    rows are appended. The training split is a Complement, the others are int64 arrays.
+    validation, test: fractions, accurate to within two rows. Rows keep their split when more
+    rows are appended. The training split is a Complement; the others are int64 arrays.
     """
     validation = round(validation * UNIT)
     both = validation + round(test * UNIT)
@@ -158,7 +160,7 @@ def split_hashes(hashes, split, validation, test):
     """The samples in a split ("train", "validation" or "test"), by the hashes (n,) of their keys.
 
     validation, test: approximate fractions. If one of these splits would be empty, it gets the
-    training key with the smallest hash. The training split is a Complement, the others are
+    training key with the smallest hash. The training split is a Complement; the others are
     ascending int64 arrays.
     """
     splits = (hashes >= validation).astype(np.int8) + (hashes >= validation + test)
@@ -214,7 +216,7 @@ def splits(dataset, cfg, val_dataset=None):
 
 
 def training_spans(plan, batch_size, step):
-    """Yield (first position, one past the last) of a rank's chunks, endlessly, from `step` on."""
+    """Endlessly yield (first position, one past the last) of a rank's chunks, from `step` on."""
     for batch_start in itertools.count(step * batch_size, batch_size):
         for chunk in plan:
             start = batch_start + chunk.start

@@ -4,7 +4,8 @@
     RUN/auto_resume.json         written next; lists the checkpoints, so a run can always resume
 
 Before its loop, a script calls `open_run` (lock the folder, find the checkpoint, choose the chunk
-size) and `identify` (the same run?), makes its State, and calls `restore` (weights and state).
+size) and `identify` (refuse to resume a different run), makes its State, and calls `restore` (load
+weights and state).
 """
 
 import contextlib
@@ -42,7 +43,7 @@ class State:
     """Everything that a checkpoint contains."""
 
     cfg: config.TrainingRun
-    model: torch.nn.Module  # trained and averaged
+    model: torch.nn.Module  # the trained model, whose weights `ema` averages
     ema: EMA
     optimizers: list
     scaler: torch.amp.GradScaler
@@ -252,12 +253,12 @@ class RunFolder:
         dist.on_main(write)
 
     def write_model(self, state, file, **entries):
-        """Write the averaged weights of `state`, and more `entries`, to `file`."""
+        """Write the averaged weights of `state`, and further `entries`, to `file`."""
         contents = checkpoint.model_contents(state.contents())
         checkpoint.save(contents | entries, self.folder / file)
 
     def drop_from(self, step):
-        """Remove checkpoints from `step` on from the record, so that no run resumes from them."""
+        """Drop checkpoints of `step` and later from the record: no run must resume from them."""
         if dist.is_main():
             self.checkpoints = [entry for entry in self.checkpoints if entry["step"] < step]
             self.write_record()
@@ -350,9 +351,9 @@ def choose_chunk_size(cfg, earlier, most):
     """The chunk (micro-batch) size: the flag, else the resumed run's `earlier` value.
 
     Without either, or with more ranks than chunks, a size of at most `most` is chosen that gives
-    all ranks equal work. For example, a run with batches of 256 samples that starts on two ranks
-    has chunks of 128. Resumed on one rank, it keeps 128; on four ranks, it takes 64. Each chunk has
-    its own seed, so another chunk size means different noise.
+    all ranks about equal work. For example, a run with batches of 256 samples that starts on two
+    ranks has chunks of 128. Resumed on one rank, it keeps 128; on four ranks, it takes 64. Each
+    chunk has its own seed, so another chunk size means different noise.
     """
     size = cfg.chunk_size or earlier
     before = earlier or size  # 0: a new run without the flag needs no note
@@ -379,7 +380,7 @@ def identify(run, cfg, splits, **others):
     val_settings = config.settings_with(cfg, "affects_val_loss")
     val_fingerprint = splits["validation"][0].fingerprint() if cfg.val_data else {}
     val_settings |= val_fingerprint
-    # Tuples become lists, as in a file.
+    # Plain JSON values: tuples become lists, and NaN becomes None.
     identity, run.val_settings = config.nan_to_none([identity, val_settings])
 
     def check():
@@ -433,7 +434,7 @@ def check_identity(path, identity):
 def restore(run, state):
     """Load the checkpoint, or the weights of --init_from, into `state`. Collective.
 
-    Every rank memory-maps the file and copies its tensors, so the host holds no second model.
+    Every rank memory-maps the file and copies its tensors, so the host holds no second copy.
     """
     cfg = state.cfg
     if run.resume_from:

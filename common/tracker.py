@@ -28,7 +28,8 @@ class Logger:
     def open(self, cfg, folder, known, step):
         """Start logging at `step`; returns {name: plain value}, which identifies the logger's run.
 
-        folder: the run folder. known: the result of an earlier start, or {}. Raises UserError.
+        folder: the run folder. known: the result of an earlier start, or {}. UserError if
+        logging cannot start.
         """
         return {}
 
@@ -36,10 +37,10 @@ class Logger:
         """Log metrics {name: number}, and samples [(SECTION/NAME, PNG or WAV file, caption), …]."""
 
     def file(self, path):
-        """Store a file: config.json, at every start of a run."""
+        """Store a file. It is called with config.json whenever a run starts or resumes."""
 
     def finish(self, error):
-        """End logging. error: the Exception, or SystemExit after a signal, or None."""
+        """End logging. error: an Exception, SystemExit after a signal, or None."""
 
 
 LOGGERS = {"console": Logger}
@@ -139,7 +140,7 @@ class Tracker(contextlib.AbstractContextManager):
     def call_logger(self, method, *arguments):
         try:
             getattr(self.logger, method)(*arguments)
-        except Exception as error:  # network, disk, package: training continues
+        except Exception as error:  # from the network, disk or package: training continues
             self.logger = Logger()
             self.print(
                 f"logger {self.cfg.logger} failed: {type(error).__name__}: {error}; only "
@@ -147,7 +148,7 @@ class Tracker(contextlib.AbstractContextManager):
             )
 
     def write_page(self):
-        """Rewrite report.html. Without common/interop, as in a fork, there is none."""
+        """Rewrite report.html. A fork without common/interop has no report."""
         try:
             from common.interop import report
         except ImportError:
