@@ -51,7 +51,7 @@ class PublishedCodec:
             )
         self.is_encodec = settings.model_type == "encodec"
         if self.is_encodec:
-            # Use the last and highest bitrate. The default is the first and lowest one.
+            # Use the highest bitrate, which is the last. The default is the first, the lowest.
             settings.target_bandwidths = settings.target_bandwidths[-1:]
         # The three models have different names for these settings.
         self.sample_rate = settings.sampling_rate
@@ -61,9 +61,9 @@ class PublishedCodec:
         self.codebook_size = settings.codebook_size
         self.num_quantizers = getattr(settings, "n_codebooks", 0) or settings.num_quantizers
 
-        # A frame may depend on this many frames before and after it. Before: ten seconds, which is
-        # beyond the memory of EnCodec's LSTM, and for Mimi the attention windows of all layers.
-        # After: one second, because DAC is not causal.
+        # A frame may depend on this many frames before and after it. Before: ten seconds, more than
+        # EnCodec's LSTM remembers, plus the attention windows of all of Mimi's layers. After: one
+        # second, because DAC is not causal.
         layers = getattr(settings, "num_hidden_layers", 0)
         window = getattr(settings, "sliding_window", 0)
         self.before = math.ceil(10 * self.frame_rate) + layers * window
@@ -80,7 +80,7 @@ class PublishedCodec:
         def work(block):
             block = block[None].to(self.model.device)
             codes = self.model.encode(block).audio_codes
-            # (…, Q, frames): EnCodec has an axis of chunks before that of the batch.
+            # (…, Q, frames): EnCodec has a chunk axis before the batch axis.
             codes = codes.flatten(0, -3)
             return codes.mT.cpu()
 
@@ -100,6 +100,6 @@ class PublishedCodec:
                 out = self.model.decode(audio_codes=block)
             wave = out.audio_values.flatten(1).cpu()  # (1, T), the only channel
             missing = length - wave.shape[1]
-            return F.pad(wave, (0, missing))  # DAC has an odd stride, and returns fewer samples
+            return F.pad(wave, (0, missing))  # DAC models with an odd stride return fewer samples
 
         return audio.in_blocks(work, codes, 1, self.hop_length, self.before, self.after)

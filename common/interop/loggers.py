@@ -27,7 +27,7 @@ class TensorBoard:
                 value.audio.content_type = "audio/wav"
             self.writer.file_writer.add_summary(Summary(value=[value]), step)
             self.writer.add_text(name, caption, step)
-        self.writer.flush()  # a resume from the next checkpoint does not log this again
+        self.writer.flush()  # a run resumed from a later checkpoint does not log this step again
 
     def file(self, path):
         self.writer.add_text(path.name, f"```\n{path.read_text()}\n```")
@@ -47,7 +47,7 @@ class WandB:
 
     def open(self, cfg, folder, known, step):
         wandb = need("wandb", "--logger wandb")
-        # wandb has its own types of errors, for example without an account or a network.
+        # wandb raises its own types of errors, for example if there is no account or network.
         with explained(
             "--logger wandb: check the account (`wandb login`), the network and the run to resume, "
             "or set WANDB_MODE=offline"
@@ -59,7 +59,7 @@ class WandB:
                 resume="must" if known else "allow",
             )
         self.media = {".png": wandb.Image, ".wav": wandb.Audio}
-        if self.run.disabled:  # its entity is "dummy", which later starts must not use
+        if self.run.disabled:  # the entity is "dummy"; do not record it for later starts
             return known
         return {name: getattr(self.run, name) for name in ("project", "entity", "id")}
 

@@ -72,7 +72,7 @@ encoding_in                   encoder_hidden_states_proj
 encoding_norm                 text_encoder_hidden_states_norm
 """
 
-# Folders of a pipeline, or of a single model, and the files that they are imported to.
+# Folders of a pipeline ("." for a single model), and the files that they are imported to.
 PARTS = {
     ".": "model.pt",
     "prior": "prior/model.pt",
@@ -80,7 +80,8 @@ PARTS = {
     "super_res_first": "upsample/model.pt",
     "super_res_last": "upsample/last_step.pt",
 }
-SCHEDULERS = "../scheduler", "../prior_scheduler", "scheduler", "prior_scheduler"  # for a prior
+# Where the scheduler of a prior may be, relative to the prior's folder.
+SCHEDULERS = "../scheduler", "../prior_scheduler", "scheduler", "prior_scheduler"
 WEIGHTS = (  # the first that exists is used; fp16 is the last resort
     "diffusion_pytorch_model.safetensors",
     "diffusion_pytorch_model-*-of-?????.safetensors",
@@ -137,7 +138,7 @@ def published_names(cfg, table, names):
 def our_settings(about, folder):
     """Return (kind of model, settings) for the contents `about` of FOLDER/config.json.
 
-    Objective and sampling settings are not in that file: they are those of Karlo and Kandinsky.
+    That file has no objective or sampling settings. They are set as in Karlo and Kandinsky.
     """
     if about["_class_name"] == "PriorTransformer":
         heads = about["num_attention_heads"]
@@ -229,7 +230,7 @@ def their_config(cfg, widths, path):
         "down_block_types": [kind.format("Down") for kind in kinds],
         "up_block_types": [kind.format("Up") for kind in reversed(kinds)],
         "resnet_time_scale_shift": "scale_shift" if cfg.scale_shift else "default",
-        # Constants in our models, which do not affect the shapes of weights.
+        # Constants in our models. The shapes of the weights would not reveal other values.
         "norm_num_groups": 32,
         "norm_eps": 1e-5,
         "act_fn": "silu",
@@ -265,8 +266,8 @@ def read_folder(folder):
 def our_weights(names, expected, tensors, path):
     """Convert the published `tensors` to our {name: tensor}, with the shapes of `expected`.
 
-    names: from `published_names`. UserError unless all fit. To save memory, converted tensors are
-    removed from `tensors`, because concatenating copies gigabytes.
+    names: from `published_names`. UserError unless all fit. Converted tensors are removed from
+    `tensors` to save memory, because concatenation copies gigabytes.
     """
     weights = {}
     for name, theirs in names.items():
@@ -285,7 +286,7 @@ def our_weights(names, expected, tensors, path):
 def import_folder(folder, out, spec, source):
     """Import the model in a diffusers folder to the file `out`.
 
-    The text_proj of a decoder must be beside `folder`. spec: the CLIP, or "" for the usual CLIP of
+    The text_proj of a decoder must be beside `folder`. spec: the CLIP, or "" for the usual CLIP for
     the model's width. source: name of the folder, stored in the file. Only an earlier import from
     the same source may be overwritten.
     """
@@ -335,7 +336,7 @@ def import_folder(folder, out, spec, source):
         "clip": spec,
         "clip_fingerprint": fingerprint,
         "source": source,
-        # Karlo uses another U-Net for the last sampling step, if it is imported as well.
+        # Karlo has a second U-Net for the last sampling step. It is used if it is imported too.
         "last_step": "last_step.pt" if folder.name == "super_res_first" else None,
     }
     checkpoint.save(contents, out)
@@ -358,12 +359,12 @@ class ImportConfig(Settings):
 
 
 def fetch(source):
-    """Download `source`, OWNER/REPOSITORY[/FOLDER], from the hub; returns its local path."""
+    """Download `source`, OWNER/REPOSITORY[/FOLDER], from the hub, and return its local path."""
     hub = need("huggingface_hub", f"import {source}")
     with explained(f"{source}: no such folder, nor OWNER/REPOSITORY[/FOLDER] on the hub"):
         owner, name, *inside = source.split("/", 2)
         patterns = [f"{folder}/*" for folder in inside or PARTS]
-        # A model at the top level, and folders that other parts need.
+        # Also fetch a model at the top level, and the folders that the parts depend on.
         patterns += ["config.json", *WEIGHTS, "*scheduler/*", "*text_proj/*"]
         folder = hub.snapshot_download(f"{owner}/{name}", allow_patterns=patterns)
     return Path(folder, *inside)
@@ -407,9 +408,9 @@ def their_weights(cfg, table, weights):
         value = weights[name]
         if name.startswith("image_tokens_in"):  # diffusers has the token axis last
             value = value.unflatten(0, (4, -1)).transpose(0, 1).flatten(0, 1)
-        if table == PRIOR and "." not in theirs[0]:  # not in a layer: needs a first axis of size 1
-            value = value[None]
-        if name.endswith(".A"):  # A of an adapter: concatenated layers share it
+        if table == PRIOR and "." not in theirs[0]:
+            value = value[None]  # outside of layers, diffusers has a first axis of size 1
+        if name.endswith(".A"):  # concatenated layers share the adapter's A
             value = value.repeat(len(theirs), 1)
         pieces = value.chunk(len(theirs))
         tensors |= {layer: piece.contiguous() for layer, piece in zip(theirs, pieces)}

@@ -27,7 +27,7 @@ def write(folder, lines):
     curves = collections.defaultdict(list)
     for metrics in lines:
         newest |= metrics
-        if "test_loss" in metrics:  # from the test set, which is not in the curves
+        if "test_loss" in metrics:  # curves do not include the test set
             continue
         for name, value in metrics.items():
             # Leave out the step and samples_seen, which would be straight lines.

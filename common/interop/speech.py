@@ -15,7 +15,7 @@ KINDS = ("hubert", "wavlm", "wav2vec2", "wav2vec2-bert")  # values of model_type
 
 
 class SpeechLayer:
-    """A layer of a published speech model. It is not a torch module, so that it is not saved.
+    """A layer of a published speech model, not an nn.Module, so that its weights are not saved.
 
     spec: "hf:MODEL:LAYER"; layer 0 is the input of the first layer. width: D of the outputs.
     """
@@ -35,7 +35,7 @@ class SpeechLayer:
         if self.layer > layers:
             raise UserError(f"{flag}: that model has layers 0 to {layers}")
         self.width = self.model.config.hidden_size
-        import transformers  # installed, as it has loaded the model
+        import transformers  # it must be installed, because it has just loaded the model
 
         self.extractor = transformers.AutoFeatureExtractor.from_pretrained(name)
 
@@ -45,10 +45,11 @@ class SpeechLayer:
         takes_mel = self.model.config.model_type == "wav2vec2-bert"
         if not takes_mel and self.extractor.do_normalize:
             wave = F.layer_norm(wave, wave.shape, eps=1e-7)
-        # Center each frame on its 20 ms (320 samples). A frame sees 400 samples, so 40 more on each
-        # side. A frame of w2v-BERT sees two windows of 400, which begin 160 apart: 120 more.
+        # Center each frame on its 20 ms (320 samples). A frame sees 400 samples, so pad by 40 on
+        # each side. A frame of w2v-BERT sees two windows of 400 samples that begin 160 apart, 560
+        # samples in all, so pad by 120.
         margin = 120 if takes_mel else 40
-        missing = -wave.shape[1] % HOP  # samples missing in the last frame
+        missing = -wave.shape[1] % HOP  # samples missing from the last frame
         x = F.pad(wave, (margin, margin + missing))
         if takes_mel:
             padded = x[0].cpu().numpy()

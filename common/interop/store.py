@@ -1,4 +1,4 @@
-"""Download files for --load and --init_from, and upload copies for --save.
+"""Download files for --load and --init_from, and copy or upload files for --save.
 
 --init_from https://example.org/model.pt#sha256=9f86d081884c   # a URL, optionally with a sha256
 --load wandb:ENTITY/PROJECT/RUN/latest.pt                      # a file of a Weights & Biases run
@@ -71,7 +71,7 @@ class Saver:
     """Copies files to local paths. To save elsewhere, add a subclass with its `put` to SAVERS."""
 
     kind: str = "checkpoint"  # or "model": the latest copy has only averaged weights and settings
-    save_latest_to: str = ""  # a path, which may have names from `path_values` in braces
+    save_latest_to: str = ""  # a path, which may contain names from `path_values` in braces
     save_best_to: str = ""  # a path for best.pt
     save_meta_to: str = ""  # a folder for metadata.json and config.json
 
@@ -106,14 +106,14 @@ class Saver:
 
 
 class WandBSaver(Saver):
-    """Uploads files to the run of --logger wandb while that is open."""
+    """Uploads files to the run of --logger wandb while that run is open."""
 
     def put(self, path, content):
         import wandb
 
         if not wandb.run:  # closed, because the run is finished
             return
-        path = Path(wandb.run.dir, path)  # wandb would only link to a file elsewhere
+        path = Path(wandb.run.dir, path)  # wandb would only symlink a file that is elsewhere
         super().put(path, content)
         wandb.save(path, base_path=wandb.run.dir, policy="now")
 
@@ -166,7 +166,7 @@ def savers(cfg):
             "with a format such as {step:08d}"
         ):
             paths = saver.save_latest_to + saver.save_best_to + saver.save_meta_to
-            # A width of more than 999 could fill the memory.
+            # Reject format widths of four or more digits: a huge one would exhaust memory.
             too_wide = re.search(r"{[^}:]*:[^}]*\d{4}", paths)
             if not paths or too_wide or saver.kind not in ("checkpoint", "model"):
                 raise ValueError(saver)
@@ -186,14 +186,14 @@ def send(savers, run):
     newest = run.checkpoints[0] if run.checkpoints else {}
     entries = {"latest": newest, "best": run.best, "meta": {}}
     if newest:
-        entries["meta"] = {**newest, "best": run.best}  # the metadata describes both
+        entries["meta"] = {**newest, "best": run.best}  # metadata.json describes both
     for saver in savers:
         for event, entry in entries.items():
             try:
                 if entry and saver.sent.get(event) != entry:
                     saver.send(event, entry, run)
                     saver.sent[event] = entry
-            except Exception as error:  # network, quota, token: training continues
+            except Exception as error:  # such as a network or quota error; training continues
                 all_sent = False
                 tqdm.write(
                     f"the {event} copy by {saver} failed: {type(error).__name__}: {error}; it is "

@@ -36,7 +36,7 @@ def resample(wave, rate, to):
     spectrum = torch.fft.rfft(wave.float(), blocks * down)
     spectrum = spectrum[..., :bins]
 
-    # Fade out the highest 14 % of the spectrum. A sharp cutoff would cause ringing.
+    # Fade out the highest 14% of the spectrum. A sharp cutoff would cause ringing.
     position = torch.linspace(0, 1, bins, device=wave.device)
     angle = (position - 0.86).clamp(min=0) / 0.14
     fade = torch.cos(angle * (math.pi / 2))
@@ -106,7 +106,7 @@ def stft_magnitude(wave, window, hop):
     """Magnitudes (B, ceil(T / hop), window // 2 + 1) of the short-time Fourier transform, in fp32.
 
     For waves x (B, T), with N = window, h = hop, the Hann window w and c = (N - h) // 2:
-    M[i, k] = |Σ_n w[n] x[i·h - c + n] exp(-2πj·k·n / N)| · 4 / N. A sine of amplitude a gives a.
+    M[i, k] = |Σ_n w[n] x[i·h - c + n] exp(-2πj·k·n / N)| · 4 / N. A sine of amplitude a peaks at a.
     """
     frames = -(-wave.shape[1] // hop)
     left = (window - hop) // 2  # frame i is centered on samples i * hop to (i + 1) * hop
@@ -153,7 +153,7 @@ def log_mel(wave, rate, window, hop, bins, floor=1e-5):
 def si_sdr(estimate, target):
     """Scale-invariant signal-to-distortion ratio (B,) in dB of waves (B, T).
 
-    10 log10(|αs|² / |αs - ŝ|²) with α = ŝ·s / |s|², for the estimate ŝ of the target s, both of
+    10 log10(|αs|² / |αs - ŝ|²) with α = ŝ·s / |s|², for the estimate ŝ of the target s, both with
     mean 0 (Le Roux et al. 2019, Eq. 3).
     """
     pair = torch.stack([estimate, target]).float()

@@ -36,7 +36,9 @@ def words_of(text):
 
 
 class Tokenizer:
-    """Maps a word of `vocabulary` to a token, and other words to a space and their UTF-8 bytes.
+    """Maps each word of `vocabulary` to one token, and spells other words as UTF-8 bytes.
+
+    The bytes of a spelled word are preceded by a space.
 
     context: number of tokens per text that `__call__` returns.
     """
@@ -56,7 +58,7 @@ class Tokenizer:
         return cls(word for word, _ in collections.Counter(words).most_common(size))
 
     def encode(self, text):
-        """Tokens of `text`, without START and END. Case and spaces are ignored."""
+        """Tokens of `text`, without START and END. Ignores case and the amount of whitespace."""
         tokens = []
         for word in words_of(text):
             if word in self.token_of:
@@ -119,9 +121,9 @@ class Encoder(nn.Module):
         }
 
     def check_fingerprint(self, where, fingerprint):
-        """UserError, starting with `where`, unless the CLIP has this `fingerprint`; None: no check.
+        """Raise a UserError that starts with `where`, unless the CLIP has this `fingerprint`.
 
-        Fingerprints of open_clip models are not compared.
+        None is not checked, and fingerprints of open_clip models are not compared.
         """
         found = self.fingerprint()
         if fingerprint and found != fingerprint and "open_clip:" not in found + fingerprint:
@@ -132,7 +134,7 @@ class Encoder(nn.Module):
             )
 
     def check_widths(self, where, embed_width, encoding_width=0):
-        """UserError, starting with `where`, unless the CLIP has these widths; 0: no check."""
+        """Raise a UserError that starts with `where`, unless the CLIP has these widths (0: any)."""
         found = [self.embed_width, self.encoding_width]
         expected = [embed_width or found[0], encoding_width or found[1]]
         if found != expected:
@@ -143,11 +145,13 @@ class Encoder(nn.Module):
 
 
 class CLIP(Encoder):
-    """A small convolutional image encoder and a one-block text transformer with a shared space.
+    """A small convolutional image encoder and a one-block text transformer.
 
-    vocabulary: see Tokenizer. image_size: images are resized to this height and width. context:
-    maximum text length in tokens. embed_width: width of embeddings. text_width: width of text
-    encodings, a multiple of 32.
+    They share an embedding space.
+
+    vocabulary: see Tokenizer. image_size: images are resized and cropped to this height and width.
+    context: maximum text length in tokens. embed_width: width of embeddings. text_width: width of
+    text encodings, a multiple of 32.
     """
 
     def __init__(self, vocabulary, image_size, context, embed_width, text_width):
@@ -160,7 +164,7 @@ class CLIP(Encoder):
         self.token_embedding = nn.Embedding(len(self.tokenizer), text_width)
         self.transformer = layers.Transformer(text_width, 1, text_width // 32)
         self.text_projection = nn.Linear(text_width, embed_width, bias=False)
-        # Three or more convolutions each halve the sides, down to at most 4.
+        # Each of three or more convolutions halves the sides, until they are at most 4.
         encoder = []
         width_in = 3
         width = 24
@@ -239,7 +243,7 @@ def retrieval(queries, references, captions):
 
     Queries and references are numpy embeddings of images or texts, of unit length. Row i of both
     belongs to caption i. Rows are compared within consecutive groups of 100, and a remainder is
-    ignored. With captions as references this is AttnGAN's R-precision (Xu et al. 2018, §4).
+    ignored. With captions as references, this is AttnGAN's R-precision (Xu et al. 2018, §4).
     """
     captions = np.array(captions, object)  # otherwise numpy pads every caption to the longest
     gallery = min(GALLERY, len(captions))

@@ -140,7 +140,7 @@ def loss_weight(kind, objective, alpha, sigma):
     if kind != "min_snr":
         raise ValueError(kind)
     alpha = alpha.clamp(min=1e-10)  # flow's α is 0 at pure noise
-    weight = ((alpha / sigma) ** 2).clamp(max=5.0)  # for x0
+    weight = ((alpha / sigma) ** 2).clamp(max=5.0)  # for the x0 objective
     x0_per_error = predict_x0(objective, 1, 0, alpha, sigma)
     return weight * x0_per_error**2
 
@@ -173,7 +173,8 @@ def variational_bound(x0, timestep, predicted_x0, interpolation, alpha, sigma):
     log_posterior = extract(posterior_variance.log(), timestep, x0)
     log_variance = log_posterior.lerp(log_beta, interpolation)
     inverse_std = (-0.5 * log_variance).exp()
-    error = extract(x0_coefficient, timestep, x0) * (x0 - predicted_x0.detach())  # in the mean
+    # The error of the model's mean of x_{t-1}.
+    error = extract(x0_coefficient, timestep, x0) * (x0 - predicted_x0.detach())
 
     # t > 0: KL(N(0, β̃) || N(error, exp(log_variance))).
     log_ratio = log_posterior - log_variance
@@ -235,14 +236,14 @@ def sample(
     """
     log_snr = (alpha / sigma).log()  # λ of DPM-Solver: half of the log-SNR
     table = torch.stack([alpha, sigma, log_snr], 1).tolist()
-    # With noise, use the timesteps of published DDPM samplers, except for flow, which has none.
-    # Without noise, do not step to t = 0: this step is long in λ, and 2M would extrapolate too far.
+    # With noise, step to t = 0 as published DDPM samplers do, except for flow, which has no such
+    # sampler. Without noise, do not: this step is long in λ, and 2M would extrapolate too far.
     timesteps = sampling_timesteps(len(alpha), steps, not eta or alpha[-1] == 0)
     before = None  # (x₀, h) of the previous step
     if kept:
         known, mask = kept
     else:
-        resample = 1  # nothing to harmonize
+        resample = 1  # repeated steps are only for inpainting
 
     for t, t_prev in zip(timesteps, [*timesteps[1:], None]):
         for more in reversed(range(resample)):
@@ -258,7 +259,7 @@ def sample(
             h = lambda_prev - lambda_t
 
             # 2M: a DDIM step with x₀ extrapolated, linearly in λ, to the middle of the step. Plain
-            # DDIM in the first step, and after flow's first step, where h = ∞.
+            # DDIM in the first step, and in flow's second step, because its first has h = ∞.
             latest = x0, h
             if before and not eta and not kept:
                 x0_before, h_before = before
@@ -266,7 +267,7 @@ def sample(
             before = latest
 
             # The respaced chain: x_t = α_t/α_prev·x_prev + √β·noise, with e^(-2h) = 1 - β/σ_t².
-            root = math.sqrt(-math.expm1(-2 * h))  # √β/σ_t, and √β̃/σ_prev
+            root = math.sqrt(-math.expm1(-2 * h))  # equals both √β/σ_t and √β̃/σ_prev
 
             # Eq. 12 and 16: x_prev = α_prev·x₀ + √(σ_prev² - η²β̃)·ε + η·√β̃·noise.
             noise_std = eta * sigma_prev * root

@@ -12,7 +12,7 @@ ATTENTION = ("attention.query", "attention.key_value", "attention.out")
 
 
 class Adapter(nn.Module):
-    """A low-rank update of a weight (out, in), in fp32 for any dtype of the weight.
+    """A low-rank update of a weight (out, in), kept in fp32 whatever the dtype of the weight.
 
     B starts at zero, so the weight is unchanged at first.
     """

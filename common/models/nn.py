@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def rotary_table(positions, rotary_dim):
-    """The table of `rotate` for `positions` (…, N): (cos, ∓sin), stacked as (2, …, N, d).
+    """The table that `rotate` takes, for `positions` (…, N): (cos, ∓sin), stacked as (2, …, N, d).
 
     d is `rotary_dim`; 0 gives None. From RoFormer (Su et al. 2021, Eq. 34), with its base 10000.
     """
@@ -42,7 +42,7 @@ def rotate(x, table):
 class Attention(nn.Module):
     """Multi-head attention (Vaswani et al. 2017, §3.2).
 
-    causal: without a mask, a token attends to itself and earlier tokens.
+    causal: without a mask, a token attends only to itself and earlier tokens.
     """
 
     def __init__(self, width, num_heads, dropout=0.0, causal=False):
@@ -85,7 +85,7 @@ class Attention(nn.Module):
 
 
 def attention_bias(mask, dtype):
-    """Convert a bool `mask` (…, N) to a bias of attention logits: 0 where it is true, else -∞."""
+    """Convert a bool `mask` (…, N) to a bias for attention logits: 0 where it is true, else -∞."""
     bias = torch.where(mask, 0.0, -math.inf).to(dtype)
     # Align rows to multiples of 8 elements. GPU kernels would copy other layouts.
     length = mask.shape[-1]
@@ -244,7 +244,7 @@ class Transformer(nn.Module):
             num_last_here = num_last if block is self.blocks[-1] else None
             inputs = (x, mask, table, past, num_last_here)
             x, new = run_block(block, self.checkpointing, *inputs)
-            if return_cache:  # otherwise free `new`, which saves memory with checkpointing
+            if return_cache:  # otherwise `new` is freed, which saves memory with checkpointing
                 new_cache.append(new)
         x = self.norm(x)
         if return_cache:
@@ -252,7 +252,7 @@ class Transformer(nn.Module):
         return x
 
     def step(self, x, cache):
-        """Process the next token x (B, D) of every sample -> (B, D), and append it to `cache`."""
+        """Process the next token of every sample, x (B, D) -> (B, D), and append it to `cache`."""
         # Positions (B, 1, 1), to broadcast over heads and tokens: each sample has its own.
         table = rotary_table(cache.length[:, None, None], self.rotary_dim)
         mask = cache.mask[..., : cache.filled + 1]
@@ -281,7 +281,7 @@ def compile_blocks(blocks):
 def learned_tokens(count, width):
     """A module whose `weight` (count, width) holds learned tokens.
 
-    It is never indexed. It is an nn.Embedding because optim.groups does not decay embeddings.
+    It is never indexed. It is an nn.Embedding only so that optim.groups does not decay it.
     """
     weight = torch.randn(count, width) * 0.02
     return nn.Embedding.from_pretrained(weight, freeze=False)
@@ -332,7 +332,7 @@ class TimeEmbedding(nn.Module):
     def forward(self, timestep):
         half = self.width // 2
         exponent = torch.arange(half, device=timestep.device, dtype=torch.float32) / half
-        # exp, as in published models; a power would differ by 1e-7, times a timestep of up to 999.
+        # Use exp, as published models do. A power differs by 1e-7, times a timestep of up to 999.
         frequencies = torch.exp(-math.log(10000.0) * exponent)
         angles = timestep[..., None] * frequencies
         sinusoid = torch.cat([angles.cos(), angles.sin()], dim=-1)
@@ -340,7 +340,7 @@ class TimeEmbedding(nn.Module):
 
 
 def zero_init(layer):
-    """Set the parameters of `layer` to zero, so that its output starts at zero; returns `layer`."""
+    """Set the parameters of `layer` to zero, so that its output starts at zero, and return it."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
     return layer

@@ -21,7 +21,7 @@ def box(x):
     return inside.double()
 
 
-KERNELS = {"bicubic": bicubic, "box": box}  # x: distance, in pixels of the smaller image
+KERNELS = {"bicubic": bicubic, "box": box}  # functions of a distance in pixels of the smaller image
 
 
 @functools.lru_cache(maxsize=64)
@@ -155,5 +155,5 @@ def crop(images, size, corners):
     samples = torch.arange(len(images), device=images.device)
     top, left = corners.T
     crops = windows[samples, :, top, left]
-    # Contiguous, because torch.randn_like draws other numbers for other memory layouts.
+    # Contiguous, because torch.randn_like draws different numbers for different memory layouts.
     return crops.contiguous()

@@ -28,11 +28,11 @@ def nearest_codes(x, codebook):
 def kmeans(x, size, generator, rounds=10):
     """k-means of x (N, D) with K = `size`: (centers (K, D), number of vectors per center (K,)).
 
-    k-means++ (Arthur & Vassilvitskii 2007, Section 2.2), then `rounds` >= 1 of Lloyd's algorithm.
+    k-means++ (Arthur & Vassilvitskii 2007, Section 2.2), then `rounds` >= 1 Lloyd iterations.
     """
     # The probability that a vector becomes the next center is proportional to its squared distance
     # to the nearest center so far. Random numbers are drawn on the CPU, so that all devices use the
-    # same ones. They are in (0, 1], because 0 could pick a vector that is a center already.
+    # same ones. They are in (0, 1], because 0 could pick a vector that is already a center.
     uniform = 1 - torch.rand(size, generator=generator, dtype=torch.float64)
     centers = x.new_empty(size, x.shape[1])
     distances = torch.full_like(x[:, 0], 1e30)  # equal, so that the first center is drawn uniformly
@@ -58,7 +58,7 @@ def kmeans(x, size, generator, rounds=10):
 
 
 class ResidualQuantizer(torch.nn.Module):
-    """Q quantizers in a row: each quantizes the residual of the previous ones.
+    """Q quantizers in a row: each quantizes the residual that the previous ones leave.
 
     A code's vector is the moving average of the inputs assigned to it (van den Oord et al. 2017,
     App. A.1), with Laplace smoothing. In training mode with gradients enabled, `forward` gathers
@@ -93,7 +93,7 @@ class ResidualQuantizer(torch.nn.Module):
         """True once the codebooks are initialized. Synchronizes with a GPU; avoid it in a step."""
         return bool(self.initialized)
 
-    @torch.compiler.disable  # a compiled graph cannot change buffers and matrix precision
+    @torch.compiler.disable  # it changes buffers and the matmul precision
     def forward(self, z):
         """z (B, T, D) -> (quantized (B, T, D), codes (B, T, Q), loss).
 
@@ -105,7 +105,7 @@ class ResidualQuantizer(torch.nn.Module):
         x = z.float()
         codes = self.encode(z)
         vectors = self.lookup(codes)  # (Q, B, T, D)
-        # Sums after each quantizer; cumsum is not deterministic on GPUs.
+        # Running sums over the quantizers. torch.cumsum is not deterministic on GPUs.
         partial_sums = [*itertools.accumulate(vectors)]
         residuals = x - torch.stack(partial_sums)  # (Q, B, T, D)
         squares = residuals.square()

@@ -1,4 +1,4 @@
-"""Semantic tokens, 50 per second: k-means on MFCC, or on a layer of a published speech model.
+"""Semantic tokens, 50 per second: k-means on MFCCs, or on a layer of a published speech model.
 
     tokenizer = semantic.KMeans(100, semantic.MFCC(), sample_rate)
     tokenizer.fit(x, seed)                                     # features (N, D) of many waves
@@ -36,7 +36,7 @@ class MFCC:
     The constant coefficient, which measures loudness, is left out. width: number of coefficients.
     """
 
-    # The sample rate of the telephone, whose bandwidth is enough to understand speech.
+    # The sample rate of telephony, which is enough for intelligible speech.
     sample_rate = 8_000
     width = 12
 
@@ -65,7 +65,7 @@ class KMeans(nn.Module):
         super().__init__()
         self.clusters = clusters
         self.frames_of = features
-        self.sample_rate = sample_rate  # of all waves, also those for `fit`
+        self.sample_rate = sample_rate  # of the waves for `features` and `encode`
         self.register_buffer("centers", torch.zeros(clusters, features.width))
         self.register_buffer("mean", torch.zeros(features.width))
         self.register_buffer("std", torch.ones(features.width))
@@ -78,7 +78,7 @@ class KMeans(nn.Module):
         return in_blocks(self.frames_of, wave, rate // FRAME_RATE, 1, FRAME_RATE, FRAME_RATE)
 
     def fit(self, x, seed):
-        """Normalize features x (N, D) to variance 1, and fit the centers (AudioLM §III-B)."""
+        """Standardize features x (N, D) and fit the centers (AudioLM §III-B)."""
         x = x.to(self.centers.device)
         self.mean = x.mean(0)
         self.std = x.std(0, correction=0).clamp(min=1e-5)

@@ -41,7 +41,7 @@ class CausalUpsample(nn.ConvTranspose1d):
 
     def forward(self, x):
         out = super().forward(x)
-        return out[..., : -self.stride[0]]  # the last `stride` outputs lack an input
+        return out[..., : -self.stride[0]]  # the last `stride` outputs lack the next input
 
 
 class FastELU(torch.autograd.Function):
@@ -109,8 +109,8 @@ class SoundStream(nn.Module):
         # neighboring samples.
         power_ratio = 1 + a * a - 1.8 * a
         self.emphasis_gain = power_ratio**-0.5
-        # Upper bound on the number of earlier frames that a frame depends on. If all strides are 1,
-        # each of them adds about 80.
+        # Upper bound on the number of earlier frames that a frame depends on. In the worst case,
+        # all strides are 1, and each adds about 80.
         self.reach = 100 * len(cfg.strides)
 
         # The decoder mirrors the encoder, so build it from its end.
@@ -178,7 +178,7 @@ class SoundStream(nn.Module):
         return latents.transpose(1, 2)
 
     def decode_latents(self, latents):
-        """Emphasized waves (B, T · hop_length), in fp32, from latent frames (B, T, D)."""
+        """Emphasized waves (B, frames · hop_length), in fp32, from latents (B, frames, D)."""
         x = self.decoder(latents.transpose(1, 2))
         wave = x[:, 0].float()  # the only channel
         return wave / INNER_SCALE
@@ -201,7 +201,7 @@ class SoundStream(nn.Module):
         return codes.cpu()
 
     def decode(self, codes):
-        """The wave (frames · hop_length,) of codes (frames, n), n <= Q quantizers, on the CPU."""
+        """The wave (frames · hop_length,) for codes (frames, n) from n quantizers, on the CPU."""
 
         def work(block):
             return self.decode_latents(self.quantizer.decode(block))
@@ -265,7 +265,7 @@ class WaveDiscriminator(Discriminator):
         self.out = nn.Conv1d(wide, 1, 3, padding=1)
 
     def transform(self, wave):
-        return self.pool(wave[:, None])  # (B, 1, T)
+        return self.pool(wave[:, None])  # (B, 1, T // downsample)
 
 
 class STFTUnit(nn.Module):
@@ -308,7 +308,7 @@ class STFTDiscriminator(Discriminator):
     def transform(self, wave):
         """Real and imaginary parts (B, 2, F, T') of waves (B, T), F = window / 2, in fp32."""
         half = self.window // 2
-        # Pad by reflection. On GPUs, the gradient of torch's own reflection is not deterministic.
+        # Pad by reflection. On GPUs, the gradient of torch's "reflect" mode is not deterministic.
         left = wave[:, 1 : half + 1]
         right = wave[:, -half - 1 : -1]
         wave = torch.cat([left.flip(1), wave, right.flip(1)], dim=1)
@@ -372,7 +372,7 @@ def reconstruction_loss(fake, real, cfg):
 
 
 def adversarial_loss(discriminators, fake, real):
-    """The codec's hinge loss (Eq. 2) and feature matching loss, both means over discriminators.
+    """The codec's hinge loss (Eq. 2) and feature matching loss, averaged over discriminators.
 
     Feature matching is the L1 distance between the features of fake and real waves (Eq. 3), divided
     by the mean magnitude of the real features (EnCodec Eq. 3), and averaged over layers. With the
@@ -394,13 +394,13 @@ def adversarial_loss(discriminators, fake, real):
             distance = F.l1_loss(fake_layer.float(), real_layer)
             size = real_layer.abs().mean() + 1e-5
             layers.append(distance / size)
-        distances.append(torch.stack(layers).mean())  # discriminators have equal weights
+        distances.append(torch.stack(layers).mean())  # so that discriminators have equal weights
     discriminators.requires_grad_(True)
     return torch.stack(hinges).mean(), torch.stack(distances).mean()
 
 
 def discriminator_loss(discriminators, fake, real, r1_weight):
-    """The discriminators' hinge loss (Eq. 1) for waves (B, T), a mean over discriminators.
+    """The discriminators' hinge loss (Eq. 1) for waves (B, T), averaged over discriminators.
 
     r1_weight: weight of the R1 penalty, the squared norm of the scores' gradient at a real wave
     (γ/2 in Mescheder et al. 2018, Eq. 9); 0: no penalty.

@@ -137,7 +137,7 @@ class TokenTransformer(nn.Module):
         self.has_text = bool(vocabulary)
         self.offsets = stream_offsets(self.streams)  # first embedding row of each stream
         width = cfg.width
-        self.embed = nn.Embedding(self.offsets[-1], width, padding_idx=0)  # all streams
+        self.embed = nn.Embedding(self.offsets[-1], width, padding_idx=0)  # for all streams
         nn.init.normal_(self.embed.weight[1:], std=width**-0.5)
         last = self.streams[-1]
         # EOS is class K.
@@ -148,7 +148,7 @@ class TokenTransformer(nn.Module):
             self.tokenizer = clip.Tokenizer(vocabulary)
             self.text_embed = nn.Embedding(len(self.tokenizer), width)
             self.text_encoder = Transformer(width, TEXT_DEPTH, cfg.heads, causal=False)
-            self.null_text = learned_tokens(cfg.max_text_len, width)  # replaces a dropped text
+            self.null_text = learned_tokens(cfg.max_text_len, width)  # replaces dropped text
 
     def split_text(self, text):
         """Split `text` at spaces into parts that are no longer than the longest training text.
@@ -217,7 +217,7 @@ class TokenTransformer(nn.Module):
         # Outputs at the positions start to start + (T + 1) · Q - 1 predict the flattened target.
         offsets = torch.arange(target[0].numel(), device=x.device)
         positions = batch["start"][:, None] + offsets
-        positions = positions.clamp(max=x.shape[1] - 1)  # no target beyond the end
+        positions = positions.clamp(max=x.shape[1] - 1)  # positions beyond the end have no target
         samples = torch.arange(len(x), device=x.device)[:, None]
         x = x[samples, positions]  # (B, (T + 1) · Q, D)
         x = x.unflatten(1, target.shape[1:])  # (B, T + 1, Q, D)
@@ -300,10 +300,10 @@ def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
     uniform = torch.stack(uniform).to(device)  # (B, frames, Q)
 
     first_end = torch.tensor(min_frames, device=device)  # EOS is forbidden before this frame
-    ends = torch.tensor(max_frames, device=device)  # number of frames of each sample
+    ends = torch.tensor(max_frames, device=device)  # number of new frames of each sample
     generated = torch.zeros_like(uniform, dtype=torch.long)
-    # A stream without repeats must not repeat its last code. Without a prompt, EOS is forbidden at
-    # first, because no recording is empty.
+    # A stream without repeats must not repeat its last code. Without a prompt, `last` is EOS, so
+    # that the recording is not empty.
     last = [codes[-1][-1, 0] if len(codes[-1]) else eos for codes in samples]
     last = torch.tensor(last, device=device)
     for i in range(num_frames * Q):
@@ -337,11 +337,11 @@ def generate_long(model, context_of, prompts, limits, may_end, seeds, sampling, 
     """`generate` beyond the training length, in windows that overlap by half.
 
     prompts: the codes (T_b, Q) that each of B samples begins with. limits: for each sample, the
-    maximum number of frames, including the prompt. may_end: for each sample; if false, EOS is
-    forbidden, and the sample gets the maximum. context_of(b, codes, start): returns the earlier
-    streams of sample b for a window that begins at frame `start` of its codes so far, `codes`
-    (T, Q). A window has at most the max_frames and the max_context of training, and cannot end if
-    its context was cut. Returns the codes (T_b, Q) of each sample, including the prompt.
+    maximum number of frames, including the prompt. may_end: for each sample, whether EOS is
+    allowed; without EOS, the sample gets the maximum. context_of(b, codes, start): returns the
+    earlier streams of sample b for a window that begins at frame `start` of its codes so far,
+    `codes` (T, Q). A window has at most the max_frames and the max_context of training, and cannot
+    end if its context was cut. Returns the codes (T_b, Q) of each sample, including the prompt.
     """
     if sampling.temperature < 0:
         sampling = sampling._replace(temperature=model.cfg.temperature)
