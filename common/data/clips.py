@@ -10,8 +10,8 @@ from common import checkpoint, config, order
 from common.config import UserError, explained, need
 from common.models import clip
 
-MIN_COSINE = 0.3  # least mean cosine of computed and stored embeddings; a wrong CLIP gives 0
-ORDER_MARGIN = 0.02  # tolerance of cosines, as near-duplicates have nearly equal embeddings
+MIN_COSINE = 0.3  # minimum mean cosine between stored and new embeddings; about 0 for a wrong CLIP
+ORDER_MARGIN = 0.02  # cosines closer than this count as equal, because of near-duplicate samples
 
 
 class OpenCLIP(clip.Encoder):
@@ -71,11 +71,11 @@ class OpenCLIP(clip.Encoder):
         return self.spec
 
     def embed_text(self, tokens):
-        outputs = []  # of the last norm, which open_clip does not return
+        outputs = []  # the output of the last norm, which open_clip does not return
         hook = self.text_norm.register_forward_hook(lambda *call: outputs.append(call[-1]))
         embedding = self.model.encode_text(tokens)
         hook.remove()
-        end = tokens.argmax(1, keepdim=True)  # END is the largest token
+        end = tokens.argmax(1, keepdim=True)  # END has the largest ID
         mask = torch.arange(tokens.shape[1], device=tokens.device) <= end
         return embedding.float(), outputs[0] * mask[..., None], mask
 
@@ -137,10 +137,10 @@ def check_source(cfg, dataset, path, clip_model=None):
 
     A model for raw embeddings refuses embeddings of unit length. If `clip_model` is given, it must
     be the CLIP that made the embeddings, and they must be in the same order as their samples.
-    `path` is for messages.
+    `path` is named in error messages.
     """
-    # Pairs of neighbors show whether embeddings are shifted by one. First find the usable ones,
-    # because `fetch` of an image dataset returns only these.
+    # Check pairs of adjacent samples, to notice embeddings that are shifted by one. First find out
+    # which samples are usable, because `fetch` of an image dataset returns only these.
     indices = (order.evenly_spaced(len(dataset), 16)[:, None] + [0, 1]).ravel() % len(dataset)
     _, usable = dataset.fetch(indices)
     indices = indices[usable]

@@ -130,7 +130,8 @@ def read(path, image_size, split="all"):
 def augment(images, crop_scale, flip):
     """Random square crops of uint8 images (B, S, S, 3), resized to S.
 
-    The area of a crop is `crop_scale` to 1 times that of its image. flip: mirror half of the crops.
+    The area of a crop is `crop_scale` to 1 times that of its image. flip: mirror each crop with
+    probability 0.5.
     """
     images = from_uint8(images)  # (B, 3, S, S)
     side = torch.empty(len(images)).uniform_(crop_scale, 1).sqrt()
@@ -147,9 +148,9 @@ def augment(images, crop_scale, flip):
 def train(cfg, device=None):
     """Train a CLIP, and write it to RUN/model.pt.
 
-    On the user's images, the CLIP is evaluated about ten times. The weights with the best retrieval
-    of held-out images are kept, because a CLIP soon overfits a small data set. The result is
-    bit-identical on the same device with the same number of threads.
+    Unless `data` is "shapes", the CLIP is evaluated about ten times, and the weights with the best
+    retrieval of held-out images are kept, because a CLIP soon overfits a small data set. The result
+    is bit-identical on the same device with the same number of threads.
     """
     device = device or dist.setup(cfg.device)
     if Path(cfg.run_dir, "auto_resume.json").exists():
@@ -245,7 +246,7 @@ def embed(clip_model, batches, encodings=False, raw=False):
 
 
 def embed_all(cfg, device=None):
-    """Embed the images in `data`. Writes shards, and clip.json, which names the CLIP."""
+    """Embed the images in `data`, and write shards and clip.json, which names the CLIP."""
     device = device or dist.setup(cfg.device)
     clip_model = clips.load(cfg.run_dir, device)
     out = Path(cfg.out)

@@ -23,7 +23,8 @@ def open_npy(path, ndim=2):
     """Memory-map a .npy file; UserError if it is not float16 or float32 of `ndim` dimensions.
 
     It is called for each read, because a process cannot keep thousands of files open. It compares
-    the file's size with its header, so that a truncated file raises an error instead of a crash.
+    the file's size with its header, so that a truncated file raises an error instead of crashing
+    the process.
     """
     expected = f"float16 or float32 of {ndim} dimensions"
     with config.explained(f"{path}: not a readable .npy array; expected {expected}"):
@@ -105,16 +106,16 @@ def caption_lines(path):
 
 
 class Embeddings:
-    """Embeddings in `img_emb/`, `text_emb/`, and optionally `text_enc/` and captions.
+    """A dataset of the embeddings in `img_emb/` and `text_emb/`.
 
     Files are matched by shard number. text_encodings: also read `text_enc/`. captions: also read
-    captions; then `text_emb/` may be missing. index_dir: where captions are indexed, see
-    flat.open_index. `self.captions` is {shard number: file of captions}, or {} if there are none.
+    captions; then `text_emb/` may be missing. index_dir: where to keep the index of the captions,
+    see flat.open_index. `self.captions` is {shard number: caption file}, or {} if there are none.
     `self.width` is D, the width of image and text embeddings.
 
-    `fetch` returns {"image_embed" (n, D), "text_embed" (n, D), "text_enc" (n, L, E), "caption"
-    list}, in float32. A row is unusable if one of its embeddings is all zero, not finite, or much
-    longer or shorter than most, or if its caption cannot be read.
+    `fetch` returns {"image_embed": (n, D), "text_embed": (n, D), "text_enc": (n, L, E), "caption":
+    list}, with float32 tensors. A row is unusable if one of its embeddings is all zero, not finite,
+    or much longer or shorter than most, or if its caption cannot be read.
     """
 
     def __init__(self, folder, text_encodings=False, captions=False, index_dir=None):
@@ -160,7 +161,7 @@ class Embeddings:
         if missing:
             self.captions = {}
         self.caption_paths = [self.captions.get(number) for number in self.images.sizes]
-        if captions:  # build it now, on all ranks, before workers start
+        if captions:  # build the index now, on all ranks, before workers start
             self.index  # noqa: B018
 
     @functools.cached_property
@@ -186,7 +187,7 @@ class Embeddings:
         return order.split_indices(len(self), name, validation, test, seed)
 
     def fault(self, index):
-        """Why a row is unusable, with its name; "" if it is usable."""
+        """Why a row is unusable, naming the row; "" if it is usable."""
         indices = np.array([index])
         if self.with_captions:
             try:
@@ -216,7 +217,7 @@ class Embeddings:
             batch[name] = torch.from_numpy(table[indices])
             length = batch[name].flatten(1).norm(dim=1)
             usable &= length.isfinite()
-            if name != "text_enc":  # its length varies with the padding
+            if name != "text_enc":  # its norm varies with the amount of padding
                 ratio = length / table.median_norm
                 usable &= ratio.log().abs() < MAX_LOG_RATIO  # false for a zero vector
         return batch, usable.numpy()
@@ -240,7 +241,7 @@ class Embeddings:
     def check(self):
         """Check the embeddings of up to 100,000 evenly spaced rows.
 
-        Returns (number unusable, number checked, first faults). UserError if more than 1 % are
+        Returns (number unusable, number checked, first faults). UserError if more than 1% are
         unusable.
         """
         checked = order.evenly_spaced(len(self), 100_000)

@@ -41,7 +41,8 @@ def files_below(folder):
             folders.clear()  # so that os.walk does not descend
             continue
         entered.add(real)
-        # Skip hidden folders. Sort, so that the file system does not decide which link is followed.
+        # Skip hidden folders. Sort the others, so that of several links to one folder, the same one
+        # is followed on all file systems.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         files += [Path(parent, name) for name in names]
     if outputs:
@@ -73,7 +74,7 @@ def nfc(text):
 
 
 def caption_in(record):
-    """The "caption" of a dict or, as in the package datasets, its "text". KeyError if neither."""
+    """The "caption" of a dict or, as in Hugging Face datasets, its "text". KeyError if neither."""
     for name in ("caption", "text"):
         if name in record:
             return record[name]
@@ -83,7 +84,8 @@ def caption_in(record):
 def clean_caption(value):
     """Convert a caption as stored in a file to a text without surrounding spaces.
 
-    Of a list of texts, the first is used. None and an empty list give "". Else, TypeError.
+    A list of texts gives the first of them. None and an empty list give "". TypeError if `value` is
+    anything else.
     """
     if isinstance(value, list):
         value = value[0] if value else None
@@ -96,7 +98,7 @@ def clean_caption(value):
 def check_samples(dataset, limit=128):
     """Check up to 256 evenly spaced samples: (number unusable, number checked, first faults).
 
-    UserError if more than `limit`, or all, are unusable. A note counts duplicates.
+    UserError if more than `limit`, or all, are unusable. Prints a note if there are duplicates.
     """
     indices = order.evenly_spaced(len(dataset), 256)
     faults = []
@@ -120,7 +122,7 @@ def check_samples(dataset, limit=128):
 
 
 def digest_of(files):
-    """A digest (16 digits) of names and sizes of `files`, and of the start of up to 100 of them."""
+    """A digest (16 hex digits) of the names and sizes of `files`, and the start of up to 100."""
     sizes = [(file.name, file.stat().st_size) for file in files]
     digest = hashlib.sha256(repr(sizes).encode())
     for number in order.evenly_spaced(len(files), 100):

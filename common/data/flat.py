@@ -40,7 +40,7 @@ class Index:
         return self.columns[name]
 
     def scan(self, name):
-        """Map a column separately, to read all of it: deleting the array unmaps the file."""
+        """Map a column anew, for reading all of it: the memory is released along with the array."""
         return np.asarray(np.load(self.place / f"{name}.npy", mmap_mode="r"))
 
     def texts(self, name, indices):
@@ -62,7 +62,7 @@ def open_index(folder, identity, count, make):
 
     Not collective. Ranks that call this at the same time build a share of the sources each, and
     then any that are still missing, for example after a failure. A source is locked while a rank
-    builds it. Finished sources are kept, so that a kill loses at most one source per rank.
+    builds it. Finished sources are kept, so a rank that is killed loses at most one.
     """
     code = inspect.getsource(sys.modules[make.__module__])
     digest = order.hash_of(repr((identity, code)).encode())
@@ -89,9 +89,9 @@ def open_index(folder, identity, count, make):
 
 
 def _writable(folder):
-    """`folder`, marked as output. If it is empty or not writable, a temporary folder."""
+    """`folder`, marked as output, or a temporary folder if it is "", None or not writable."""
     if folder:
-        with contextlib.suppress(OSError):  # such as another user's run
+        with contextlib.suppress(OSError):  # not writable, such as another user's run folder
             files.mark_output(folder)
             return folder
     folder = tempfile.mkdtemp()
@@ -101,7 +101,7 @@ def _writable(folder):
 
 @contextlib.contextmanager
 def _locked(path):
-    """Context that one process at a time can enter for `path`, if the file system has locks."""
+    """Context manager: a lock for `path`, held by one process at a time if files can be locked."""
     with open(f"{path}.lock", "w") as file:
         checkpoint.lock(file, wait=True)
         yield
@@ -129,7 +129,7 @@ def _write_part(path, columns):
 
 
 def _join(parts):
-    """Concatenate the columns of parts, one part at a time: all together may exceed the memory."""
+    """Concatenate the columns of parts, one at a time, because together they may exceed memory."""
 
     def read(name):
         for part in parts:

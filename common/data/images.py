@@ -1,6 +1,7 @@
 """Captioned images in tars or folders, with or without embeddings, and the built-in shapes.
 
-`Pictures` and `Shapes` are datasets (see loader.py): `fetch` returns pixels, embeddings, captions.
+`Pictures` and `Shapes` are datasets (see loader.py). `fetch` returns images, embeddings and
+captions.
 """
 
 import collections
@@ -55,10 +56,10 @@ def decode_image(content, name):
     # Some tools store workflows in PNG text chunks, beyond Pillow's default limit.
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
     with config.explained(f"{name}: not a readable image", Unusable):
-        # Only these formats are safe: for some others, Pillow runs external programs.
+        # Allow only formats that Pillow decodes itself; for some others, it runs external programs.
         image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))
         image.load()
-        with contextlib.suppress(Exception):  # ignore a damaged EXIF
+        with contextlib.suppress(Exception):  # ignore damaged EXIF data
             ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I"):  # 16-bit gray, which `convert` would clip at 255
             gray = np.asarray(image) / 257 + 0.5
@@ -77,7 +78,7 @@ class CaptionedImages:
 
     path: tars, see `find_tars`, or a folder of images. An image is KEY.jpg, .jpeg, .png or .webp,
     and its caption is KEY.txt or KEY.json. Files are indexed once, see flat.open_index, and then
-    read in any order. A note counts skipped files.
+    read in any order. A note tells how many files are skipped.
 
     needs_captions: skip images without a caption. Otherwise, they are used, and a missing or
     damaged caption is "".
@@ -174,7 +175,7 @@ class CaptionedImages:
         return f"{self.path}/{self.renamed.get(member, member)}"
 
     def read(self, index, kind):
-        """The bytes of the "image", "caption" or "embedding" of a sample; raises Unusable."""
+        """The bytes of a sample's "image", "caption" or "embedding"; Unusable if unreadable."""
         entry = self.index["entries"][index]
         name = self.name(index, kind)
         path = self.tars[entry["tar"]] if self.tars else name
@@ -183,11 +184,11 @@ class CaptionedImages:
             return file.read(entry[kind]["size"])
 
     def image(self, index):
-        """An image, uint8 (H, W, 3), see `decode_image`; raises Unusable."""
+        """An image, uint8 (H, W, 3), from `decode_image`; Unusable if it is damaged."""
         return decode_image(self.read(index, "image"), self.name(index))
 
     def caption(self, index):
-        """The caption of an image, see files.clean_caption; raises Unusable."""
+        """The caption of an image, or ""; Unusable if it is needed but damaged."""
         if not self.index["entries"][index]["caption"]["extension"]:
             return ""
         name = self.name(index, "caption")
@@ -267,8 +268,9 @@ def group(members, pattern, unused):
     such as those of hidden files, are ignored. unused: a Counter of the files that are not used.
 
     All files with the same KEY form a sample, even if they are far apart in a tar, because captions
-    may be stored apart from images. A second file with the same extension begins a new sample of
-    this KEY, which replaces the first, as a later file of the same name does in tar.
+    may be stored apart from images. A second file with the same extension begins a new sample,
+    which replaces the earlier sample with this KEY, just as a later file in a tar replaces an
+    earlier one of the same name.
     """
     samples = {}  # {KEY: its last sample}
     for name, offset, size in members:
@@ -291,7 +293,7 @@ def pick(sample, kinds):
     return [sample[kind] for kind in kinds if kind in sample]
 
 
-# With embeddings
+# Datasets of images
 
 
 @dataclasses.dataclass(eq=False)
@@ -304,9 +306,9 @@ class Pictures(CaptionedImages):
 
     `fetch` returns the usable samples as {"image": uint8 (n, size, size, 3), "image_embed": float32
     (n, D), "clip_image": uint8 (n, C, C, 3) if C = `clip_size` is not 0, "caption": list}. An image
-    is cropped to the largest central square. With random bits, it is cropped to a random square
-    with `crop_scale` to 1 of that area, and mirrored with probability 0.5 if `flip`. "clip_image"
-    is the same crop: a CLIP computes embeddings from it if none are stored.
+    is cropped to the largest central square. With random bits, it is cropped to a random square of
+    `crop_scale` to 1 times the area of that one, and mirrored with probability 0.5 if `flip`.
+    "clip_image" is the same crop: a CLIP computes embeddings from it if none are stored.
 
     A sample is unusable if its embedding is missing, all zero or not finite, if its image is
     damaged or smaller than `size`, or if its caption is needed and cannot be read.
@@ -338,7 +340,7 @@ class Pictures(CaptionedImages):
             self.width = embeddings.open_npy(path).shape[1]
 
     def _embedding(self, index):
-        """The embedding (D,) of an image in float32; raises Unusable."""
+        """The embedding of an image, float32 (D,); Unusable if it is missing or damaged."""
         name = self.name(index, "image" if self.beside else "embedding")
         row = 0
         with config.explained(f"{name}: no usable embedding", Unusable):
@@ -376,7 +378,7 @@ class Pictures(CaptionedImages):
         return batch, usable
 
     def _sample(self, index, uniform=CENTRAL):
-        """Read one sample for `fetch`; raises Unusable. uniform: four random numbers in [0, 1)."""
+        """Read a sample for `fetch`, or raise Unusable. uniform: four random numbers in [0, 1)."""
         image = self.image(index)
         area, down, right, mirror = uniform
         height, width, _ = image.shape
@@ -407,7 +409,7 @@ class Pictures(CaptionedImages):
         return sample
 
     def fault(self, index):
-        """Why a sample is unusable, with its name; "" if it is usable."""
+        """Why a sample is unusable, naming its file; "" if it is usable."""
         try:
             self._sample(index)
         except Unusable as error:
@@ -434,9 +436,9 @@ class Shapes(embeddings.Embeddings):
     """The built-in captioned shapes, with the embeddings that embed.builtin_data writes.
 
     `fetch` returns {"image": uint8 (n, size, size, 3), "image_embed" (n, D), "text_embed" (n, D),
-    "caption": list}. Images smaller than 32 pixels are averages of 32-pixel ones. None is cropped
-    or flipped, because captions mention places. `records` have "caption", "attributes", and
-    "named", the names of the attributes that the caption mentions.
+    "caption": list}. Images smaller than 32 pixels are drawn at 32 pixels, and averaged down. No
+    image is cropped or flipped, because captions mention places. A record has "caption",
+    "attributes", and "named", the names of the attributes that the caption mentions.
     """
 
     def __init__(self, folder, size, index_dir=None):
@@ -453,8 +455,8 @@ class Shapes(embeddings.Embeddings):
 def caption_accuracy(dataset, indices, fake, real):
     """Return {metric: [True if an image shows everything that its caption mentions]}.
 
-    fake, real: generated and real images, uint8 (B, H, H, 3), of the samples `indices`. {} unless
-    `dataset` is the built-in one, and H a multiple of 16.
+    fake, real: generated and real images, uint8 (B, H, H, 3), of the samples `indices`. Returns
+    {} unless `dataset` is the built-in one and H is a multiple of 16.
     """
     # The classifier averages images to 16x16 pixels.
     if not isinstance(dataset, Shapes) or real.shape[1] % 16:

@@ -1,4 +1,4 @@
-"""Read audio files; datasets of recordings (see loader.py).
+"""Audio files, and datasets of recordings (see loader.py).
 
 The standard library reads WAV files of 16-bit PCM. soundfile reads the others (WAV of 24 bits,
 floats, mu-law or ADPCM, flac, ogg, opus, mp3, aiff, au). Waves are floats in [-1, 1], time last.
@@ -25,13 +25,14 @@ from common.data.files import Unusable
 from common.models.audio import LOUDNESS, MARGIN, level, resample, resampled_length
 
 SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus", ".aiff", ".aif", ".au")
-# Seconds to decode before a crop: MP3 has a bit reservoir, Vorbis has pages of several seconds.
+# Seconds to decode before a crop, because MP3 has a bit reservoir, and Vorbis has pages of several
+# seconds.
 LEAD = {"MP3": 2, "OGG": 5}
 RATES = range(1_000, 768_001)  # Hz
 MAX_SAMPLE = 4e9  # allows 32-bit integers stored as floats; 1e20 squared would overflow
 CROP_SECONDS = 1  # length of crops in evaluation
 EXCERPT_SECONDS = 10  # recordings that are evaluated as a whole are cut to this length
-SHIFT_RATE = 50  # shifts are fractions of 1/50 s, one frame of semantic tokens
+SHIFT_RATE = 50  # `Recordings.repeat` shifts by fractions of 1/50 s, one frame of semantic tokens
 
 # Folders for one kind of file, such as wav48 and txt in VCTK. Without them in the path, a recording
 # and its transcript have the same path.
@@ -88,7 +89,8 @@ def _read_by_soundfile(path, start, stop):
             lead = LEAD.get(file.format, 0) * file.samplerate
             first = max(0, start - lead)
             file.seek(first)
-            count = min(stop, file.frames) - first  # read once, as soundfile seeks after each read
+            # Read the lead and the crop in one call, because soundfile seeks after each read.
+            count = min(stop, file.frames) - first
             samples = file.read(count, dtype="float32", always_2d=True)
             return samples[start - first :].T, file.samplerate, file.frames
 
@@ -102,7 +104,7 @@ def note_once(text):
 
 
 def mix_down(channels, path):
-    """The mean (T,) of the channels (C, T), numpy. A note is printed once per `path`."""
+    """The mean (T,) of NumPy `channels` (C, T). Prints a note, once per `path`, if C > 1."""
     if len(channels) > 1:
         note_once(f"{path}: recordings with several channels are mixed down to one")
     return channels.mean(0)
@@ -115,13 +117,13 @@ class Recordings:
     """A dataset of the audio files below a folder, as mono waves at `rate` with equal loudness.
 
     All crops of a recording have the same gain, which brings the whole recording to a root mean
-    square of LOUDNESS. For transcripts see `read_transcripts`. A note counts recordings, speakers,
-    transcripts, and other files.
+    square of LOUDNESS. For transcripts, see `read_transcripts`. A note gives the numbers of
+    recordings, speakers, transcripts, and other files.
 
-    The regular expression `pattern`, if given, is searched in the file's path below `path`. Its
-    first group is the speaker. Otherwise, the speaker is the name of the file's folder or, for
-    LibriSpeech and LibriTTS (SPEAKER/CHAPTER/SPEAKER_CHAPTER_…), of the folder above. The speaker
-    of files directly in `path` is unknown: "".
+    If given, the regular expression `pattern` is searched for in the file's path below `path`, and
+    its first group is the speaker. Otherwise, the speaker is the name of the file's folder or, for
+    LibriSpeech and LibriTTS (SPEAKER/CHAPTER/SPEAKER_CHAPTER_…), of that folder's parent. The
+    speaker of files directly in `path` is unknown: "".
 
     crop: samples per training crop. hop_length: samples per frame; shorter recordings are unusable.
     """
@@ -166,7 +168,7 @@ class Recordings:
         return len(self.names)
 
     def repeat(self, shifts):
-        """Make `shifts` copies of each recording. Copy k begins k / (50 `shifts`) s later.
+        """Make `shifts` copies of each recording. Copy k skips its first k / (50 · `shifts`) s.
 
         The copies have different tokens, which reduces overfitting. All are in the same split.
         """
@@ -245,7 +247,7 @@ class Recordings:
         """Read crops: ({"wave": float32 (B, T), "length": int64 (B,)}, usable: bool (B,)).
 
         With `random_bits` (B,), crops have `crop` samples and random positions. Without, as in
-        evaluation, they are CROP_SECONDS from the middle. Short recordings are padded with silence;
+        evaluation, they are the middle CROP_SECONDS. Short recordings are padded with silence;
         "length" is their length before padding.
         """
         fractions = order.uniform(random_bits, len(indices), [0.5])
@@ -272,7 +274,7 @@ class Recordings:
         return order.split_keys(keys, name, validation, test, seed)
 
     def fault(self, index):
-        """Why the first minute of a recording is unusable, with its name; "" if it is usable."""
+        """Why the first minute of a recording is unusable, naming it; "" if it is usable."""
         try:
             self.wave(index, 60 * self.rate)
         except Unusable as error:
@@ -315,7 +317,7 @@ def read_transcripts(folder, audio, others):
     no recordings, it belongs to those with the same path apart from the folders in KINDS. In VCTK,
     txt/p225 thus belongs to wav48/p225. The folders of two speakers never match.
 
-    A note counts transcripts that are empty or have no recording. UserError if one is not text.
+    A note tells how many transcripts are empty or have no recording. UserError if one is not text.
     """
 
     def elsewhere(path):
@@ -382,7 +384,7 @@ class Syllables(Recordings):
         self.hop_length = hop_length
         self.names = [f"syllables {index}" for index in range(count)]
         self.texts, speakers = synthetic.syllables(range(count))
-        self.speaker_of = speakers.tolist()  # numbers
+        self.speaker_of = speakers.tolist()  # numbers instead of names
 
     def read(self, index, start, stop):
         wave = synthetic.speak(self.texts[index], self.speaker_of[index])

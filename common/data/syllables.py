@@ -54,7 +54,7 @@ class SyllableScores:
             self.found[name].append(kept)
 
     def add_texts(self, indices, seeds):
-        """Let the pipeline speak the texts of recordings, without a prompt, and score the audio."""
+        """Generate audio from the texts of recordings, without a prompt, and score it."""
         texts = [self.dataset.texts[index] for index in indices]
         prompts = [self.pipeline.empty_prompt()] * len(texts)
         sounds = self.pipeline.generate(prompts, MAX_TEXT_SECONDS, seeds, texts)

@@ -57,7 +57,7 @@ def _moon(x, y):
 
 # Signed distances to the outlines of shapes that fill about [-1, 1]: negative inside, y upward,
 # exact near the outline. They must look different even when rotated a few degrees, so there is no
-# hexagon (too like the circle), and no diamond (too like the square).
+# hexagon (too similar to the circle) and no diamond (too similar to the square).
 SHAPES = {
     "circle": lambda x, y: np.hypot(x, y) - 0.97,
     "square": lambda x, y: np.maximum(abs(x), abs(y)) - 0.85,
@@ -115,7 +115,7 @@ def shapes(indices, size=32):
     A record has the "caption", all five "attributes", and "named", the names of the attributes that
     the caption mentions.
     """
-    # 5 numbers choose the attributes, 6 the drawing, 6 the caption.
+    # Of 17 numbers per sample, 5 choose the attributes, 6 vary the drawing, and 6 the caption.
     uniform = _uniform(0, indices, 17)
     values = (uniform[:, :5] * NUM_OPTIONS).astype(int)
     records = list(map(_record, values, uniform[:, 11:]))
@@ -167,7 +167,7 @@ def _uniform(seed, indices, count):
 
 
 def _look_up(table, values):
-    """The entries `values` (n,) of a table of numbers or tuples: float32 (n, 1, 1[, length])."""
+    """The entries at `values` (n,) of a table of numbers or tuples: float32 (n, 1, 1[, L])."""
     entries = np.array(list(table.values()), np.float32)
     return entries[values, None, None]
 
@@ -176,10 +176,10 @@ def draw(values, variation, size=32):
     """Draw images, uint8 (N, size, size, 3).
 
     values (N, 5): attributes, see `attribute_values`. variation (N, 6) in [0, 1]: shift in x,
-    shift in y, rotation, scale, shade of the shape, shade of the background; 0.5 means none.
+    shift in y, rotation, scale, shade of the shape, shade of the background; 0.5 means no change.
     """
     images = np.empty((len(values), size, size, 3), np.uint8)
-    centers = (np.arange(size) + 0.5) / size  # of the pixels
+    centers = (np.arange(size) + 0.5) / size  # pixel centers, in [0, 1]
     grid = centers.astype(np.float32)
     variation = variation.astype(np.float32) * 2 - 1
     for shape, distance_to in enumerate(SHAPES.values()):
@@ -250,7 +250,7 @@ def picture_features(pictures):
 def picture_references():
     """Features (N, D) and attributes (N, 5) of eight drawings of each combination of attributes.
 
-    With these references, the nearest-neighbor classifier finds that 0.96 of the real images match
+    With these references, the nearest-neighbor classifier finds that 96% of the real images match
     their captions. This is the ceiling for generated images.
     """
     values = np.indices(NUM_OPTIONS)
@@ -279,7 +279,7 @@ AT_ONCE = 48  # captions per batch: half of MAX_CAPTIONS, so that two ranks have
 
 
 def is_built_in(folder):
-    """True if embed.builtin_data wrote this folder, so that its captions have attributes."""
+    """True if embed.builtin_data wrote this folder, whose captions then have attributes."""
     path = Path(folder, "clip.json")
     return path.is_file() and "made_from" in config.read_json(path)
 
@@ -344,7 +344,7 @@ def embedding_scores(splits, split, sample_fn, seed):
 
 
 def unit_embeddings(dataset, indices):
-    """Image embeddings of unit length, numpy (N, D)."""
+    """Image embeddings of unit length: a NumPy array (N, D)."""
     batch, _ = dataset.fetch(indices)
     embeds = torch.nn.functional.normalize(batch["image_embed"], dim=-1)
     return embeds.numpy()
@@ -390,9 +390,9 @@ def voice_of(speaker):
 def syllables(indices):
     """Samples `indices` of an endless data set for `speak`: N texts, and speakers, int (N,).
 
-    A text is 3 to 5 different names of SYLLABLES. Speakers are numbers below SPEAKERS.
+    A text is 3 to 5 different names from SYLLABLES. Speakers are numbers below SPEAKERS.
     """
-    # 1 number chooses the speaker, 1 the count, and 6 the order of the syllables.
+    # Of 8 numbers per sample, 1 chooses the speaker, 1 the syllable count, and 6 the order.
     uniform = _uniform(0, indices, 8)
     texts = []
     for numbers in uniform:
@@ -427,7 +427,7 @@ def speak(text, speaker):
 
 @functools.cache
 def _sound(name, pitch, timbre):
-    """PERIOD samples of a syllable: harmonics with two formants. Phases are equal in all voices."""
+    """PERIOD samples of a syllable: harmonics with two formants. All voices have equal phases."""
     highest = int(0.48 * RATE / pitch)
     harmonic = np.arange(1, highest + 1)
     formants = np.array(SYLLABLES[name])[:, None]
@@ -463,7 +463,7 @@ def estimate_voice(wave):
     if not correlation[0] > 1e-6:
         return np.nan, np.nan
 
-    # Lags from 33 to 94 are pitches from 242 to 85 Hz.
+    # Lags from 33 to 94 samples correspond to pitches from 242 to 85 Hz.
     before = correlation[32:94]
     here = correlation[33:95]
     after = correlation[34:96]
@@ -471,7 +471,7 @@ def estimate_voice(wave):
     is_high = here > 0.85 * here.max()
     # Without a peak, `best` is 0: the lag of 242 Hz, which is not the pitch of any speaker.
     best = (is_peak & is_high).argmax()
-    # Find the top of a parabola through the peak.
+    # Find the top of a parabola through the peak and its two neighbors.
     slope = (before - after)[best]
     curvature = (before - 2 * here + after)[best]
     shift = slope / (2 * min(-1e-9, curvature))
@@ -492,7 +492,7 @@ def estimate_voice(wave):
 def same_voice(voice, other):
     """True if two voices from `estimate_voice` belong to the same speaker.
 
-    Their pitches must differ by less than 2 %, and the logarithms of their timbres by less than
+    Their pitches must differ by less than 2%, and the logarithms of their timbres by less than
     0.45.
     """
     pitch, timbre = np.abs(np.log(voice) - np.log(other))
@@ -509,7 +509,10 @@ def syllable_labels(text, frames, rate):
 
 
 def recognize_syllables(labels):
-    """Names of syllables that last at least four frames in `labels` (frames,), without repeats."""
+    """Names of the syllables in `labels` (frames,) that last at least four frames.
+
+    Adjacent repeats are merged.
+    """
     lasting = []
     for label, run in itertools.groupby(labels):
         if len(list(run)) >= 4:

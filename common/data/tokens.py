@@ -1,4 +1,4 @@
-"""Recordings as tokens: a run's semantic tokenizer, cached tokens, training crops, vocabulary."""
+"""Recordings as tokens: a run's semantic tokenizer, cached tokens, crops, and vocabulary."""
 
 import collections
 import contextlib
@@ -71,10 +71,10 @@ def fit(kmeans, dataset, indices, seed):
 
 
 def fit_kmeans(run, dataset, indices, cfg, device, make_features):
-    """Fit the semantic tokenizer of the RunFolder `run`, and load it, see `load_kmeans`.
+    """Fit the semantic tokenizer of the RunFolder `run`, and load it with `load_kmeans`.
 
     A resumed run keeps its tokenizer. A file left by an aborted start is replaced, because its
-    settings may differ. cfg: has clusters, seed and tokenizer. Collective.
+    settings may differ. Uses `clusters`, `seed` and `tokenizer` of `cfg`. Collective.
     """
     path = run.folder / KMEANS_FILE
 
@@ -163,7 +163,8 @@ def write_tokens(path, frames, encoded):
                 file.write(row.tobytes())
 
 
-# Until all recordings are encoded, each rank saves its new tokens this often, in a file (a piece).
+# While recordings are being encoded, each rank saves its new tokens at this interval, each time in
+# a new file, called a piece.
 PIECE_SECONDS = 20
 
 
@@ -267,7 +268,7 @@ def token_cache(cfg, dataset, tokenizer):
 
     dist.on_all(lambda: place.mkdir(parents=True, exist_ok=True))
     with open(place / ".lock", "w") as file:
-        while not dist.on_main(lock):  # another run, such as another stage, is encoding
+        while not dist.on_main(lock):  # another run, maybe of another stage, is encoding
             time.sleep(1)
         missing = dist.on_main(lambda: np.flatnonzero(known_frames() == 0))
         if len(missing):
@@ -283,8 +284,8 @@ def align(content, heard):
     """The position in `content` (N,) of each of the tokens `heard` (T,): int64 (T,).
 
     Positions begin at 0, and advance by 0 or 1 from token to token. `heard` may end before
-    `content`. Of all such alignments, this has the lowest cost: the number of tokens that differ
-    from the content at their positions.
+    `content`. Of all such alignments, this one has the lowest cost: the number of tokens that
+    differ from the content at their positions.
     """
     cost = np.full(len(content), np.inf)
     cost[0] = 0  # start at the first token
@@ -330,7 +331,7 @@ class TokenCrops:
         self.others = collections.defaultdict(list)  # {voice: recordings}
 
     def fault(self, index):
-        """Why a recording is unusable, with its name; "" if it can be read now."""
+        """Why a recording cannot be read now, naming it; "" if it can."""
         return self.dataset.fault(index)
 
     def readable(self, indices):
@@ -372,11 +373,11 @@ class TokenCrops:
         return found
 
     def join_within(self, indices, probability):
-        """In training, append a recording of the same speaker to recordings that fit in a crop.
+        """In training, append other recordings of the same speaker to short recordings.
 
-        It happens with `probability`, if both fit together. This teaches what follows a short
-        recording, such as a single word. Appended recordings are from `indices`. If the speaker is
-        unknown, a recording is appended to itself.
+        With `probability`, a recording is appended if the two fit in a crop together. This teaches
+        the model what follows a short recording, such as a single word. Appended recordings are
+        from `indices`. If the speaker is unknown, a recording is appended to itself.
         """
         self.join = probability
         for index in self.readable(indices):
@@ -392,8 +393,8 @@ class TokenCrops:
         """A training sample: (tokens of each stream, True if the recording ends with them, text).
 
         The text belongs to a whole recording, so for a part of a recording it is "".
-        offset: see `crop`. If `draw` in [0, 1) is below `join`, and both fit in a crop,
-        another recording is appended. `which` in [0, 1) chooses it.
+        offset: see `crop`. If `draw` in [0, 1) is below `join`, another recording, chosen by
+        `which` in [0, 1), is appended if both fit in a crop.
         """
         streams, ended = self.crop(index, offset)
         if not self.is_whole(index):
@@ -492,8 +493,8 @@ def learn_vocabulary(crops, indices, size, max_tokens):
     """Return ([the `size` most frequent words of training texts], length of the longest text).
 
     ([], 0) if there are no texts. The length is in tokens, at most `max_tokens`. crops:
-    TokenCrops. Notes count texts that are empty or longer than `max_tokens`, and recordings longer
-    than a crop, which are trained on without text. UserError if all recordings are longer.
+    TokenCrops. Notes tell how many texts are empty or longer than `max_tokens`, and how many
+    recordings are longer than a crop, and so trained on without text. UserError if all are longer.
     """
     dataset = crops.dataset
     texts = [dataset.texts[index] for index in order.some_of(indices, LENGTHS_OF)]
@@ -516,7 +517,7 @@ def learn_vocabulary(crops, indices, size, max_tokens):
         )
     tokenizer = clip.Tokenizer.learn(texts, size)
     clip.note_texts(texts, tokenizer.encode, max_tokens)
-    # Measure the texts that training uses: of whole recordings, possibly of two joined ones.
+    # Measure the texts used in training: those of whole recordings, or of two joined recordings.
     some = crops.readable(order.some_of(indices, LENGTHS_OF))
     draws = np.random.default_rng(0).random((3, len(some)))
     trained_on = {text for _, _, text in map(crops.sample, some, *draws)}
