@@ -248,7 +248,7 @@ def test_hugging_face_copies_are_sent_by_the_real_client(tmp_path, server, monke
     assert created.get("private") or created.get("visibility") == "private"
     assert "Bearer hf_secret" in headers.values()
 
-    assert b"# me/prior" in stored["README.md"]  # a model card, unless there is one
+    assert b"# me/prior" in stored["README.md"]  # a model card is added if there is none
     stored["README.md"] = b"of the user"
     store.send(savers, run_of(tmp_path, 13))
     assert stored["README.md"] == b"of the user"
