@@ -49,7 +49,7 @@ def test_samples_come_in_one_order_on_any_number_of_ranks_and_workers_and_from_a
     assert unusable == {"row 3", "row 25", "row 74"}
     assert values[0].ravel().tolist() == [slow_order(position) for position in range(200)]
     assert len(np.unique(values[0])) == 72
-    assert len(np.unique(values[1])) == 200  # a repeated row gets new bits
+    assert len(np.unique(values[1])) == 200  # a repeated row gets new random words
     for world_size, first, workers in ((1, 13, 2), (2, 6, 0), (3, 0, 0)):
         again, _ = read_steps(world_size, first, 7, workers)
         assert_array_equal(again, values[:, first:first + 7])

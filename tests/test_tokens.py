@@ -81,7 +81,7 @@ def check(cache, count):
         expected = codes_of(index)[: 0 if index == Numbers.unusable else None]
         assert found.T.tolist() == expected.tolist()
         assert cache.frames[index] == len(expected)
-        for start, stop in ((0, 2), (1, 3), (0, 6)):  # cut where the recording ends
+        for start, stop in ((0, 2), (1, 3), (0, 6)):  # windows are cut at the recording's end
             window = cache.window(index, start, stop, slice(1, None))
             assert window.tolist() == expected[start:stop, 1:].tolist()
     assert index == count - 1
@@ -321,7 +321,7 @@ def make_crops(frames, frame_rate=50, words=None):
 
 
 def without_codes(crops):
-    """Crops of only semantic tokens, 50 per second."""
+    """The same crops with only semantic tokens, 50 per second."""
     return tokens.TokenCrops(
         crops.dataset,
         crops.seconds,

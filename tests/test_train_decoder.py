@@ -581,7 +581,7 @@ def test_an_upsampler_and_a_base_without_text_or_image_need_no_clip(trained, wor
         contents = checkpoint.load(folder / "model.pt")
         checkpoint.save({**contents, "clip": None}, f"{folder.name}/model.pt")
     sample(run_dir="base")
-    sample(run_dir=trained, weights="online")  # of the newest checkpoints
+    sample(run_dir=trained, weights="online")  # the online weights of the newest checkpoints
     settings = dict(run_dir="upsample", num_samples=1)
     first = sample(**settings, image=world / "plain/00000.png")
     second = sample(**settings, image=world / "plain/00001.png")

@@ -302,7 +302,7 @@ def test_similarities_are_means_over_samples(emb, monkeypatch):
         return condition["text_embed"] * (3 - steps)  # copies of the text, or their negatives
 
     monkeypatch.setattr(train_prior, "sample_embeddings", sample)
-    # In chunks of 10; the last one has 5.
+    # The chunks have 10 samples; the last one has 5.
     settings = dict(eval_samples=95, eval_timesteps=(2, 4), guidance_scale=2)
     prior, splits = prior_and_splits(emb, **settings)
     dataset, indices = splits["test"]
