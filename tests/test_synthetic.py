@@ -120,7 +120,7 @@ def test_scores_of_embeddings_tell_copies_from_variety(sample, match, coverage, 
     dataset = embeddings.Embeddings(tmp_path)
     for split, indices in zip(("train", "validation", "test"), np.split(np.arange(1200), 3)):
         splits[split] = dataset, indices
-    assert synthetic.embedding_scores(splits, "test", sample, seed=0) == {}  # the data are not built in
+    assert synthetic.embedding_scores(splits, "test", sample, seed=0) == {}  # not the built-in data
     (tmp_path / "clip.json").write_text('{"made_from": {}}')
     scores = synthetic.embedding_scores(splits, "test", sample, seed=0)
     expected = {
