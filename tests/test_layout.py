@@ -1,11 +1,11 @@
-"""Imports between files form no cycle and go only downward, including those within functions."""
+"""Imports between files, even those inside functions, form no cycles and only go downward."""
 import ast
 import graphlib
 
 from conftest import ROOT
 
 PATHS = [*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py")]
-# {"common.data.files": its path}; packages are named by their folder.
+# {"common.data.files": its path}; the name of a package is that of its folder.
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PATHS
@@ -31,7 +31,7 @@ ARROWS = {name: imports(tree) for name, tree in TREES.items()}
 
 
 def arrows(source, *targets):
-    """Imports from `source` to `targets`, both prefixes of names, as ["file -> file"]."""
+    """["importer -> imported"], where the names start with `source` and any of `targets`."""
     return [
         f"{name} -> {other}"
         for name, others in ARROWS.items()

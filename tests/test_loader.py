@@ -49,7 +49,7 @@ def test_samples_come_in_one_order_on_any_number_of_ranks_and_workers_and_from_a
     assert unusable == {"row 3", "row 25", "row 74"}
     assert values[0].ravel().tolist() == [slow_order(position) for position in range(200)]
     assert len(np.unique(values[0])) == 72
-    assert len(np.unique(values[1])) == 200  # a repeated row gets new bits
+    assert len(np.unique(values[1])) == 200  # a repeated row gets new random words
     for world_size, first, workers in ((1, 13, 2), (2, 6, 0), (3, 0, 0)):
         again, _ = read_steps(world_size, first, 7, workers)
         assert_array_equal(again, values[:, first:first + 7])
@@ -89,7 +89,7 @@ def batch_of_everything(workers):
 def test_data_with_nothing_usable_are_refused_after_about_100_samples(workers):
     message = r"104 unusable samples: row \d+, …; fix or remove them"
     assert re.fullmatch(message, batch_of_everything(workers))
-    loader.kill_workers()  # pytest keeps the error, and with it the loader
+    loader.kill_workers()  # pytest keeps the error, whose traceback keeps the loader alive
 
 
 class Gone:
@@ -247,9 +247,9 @@ def mean_of(chunk_size, most=0):
 
 def test_a_mean_loss_is_the_same_in_chunks_of_any_size_and_on_any_ranks(on_ranks):
     """Promise 9: results repeat."""
-    assert mean_of(7) == mean_of(7)  # also the noise
+    assert mean_of(7) == mean_of(7)  # including the noise
     assert mean_of(7)[0] == mean_of(20)[0] == 9.5
-    assert mean_of(7, 2)[0] == 9.5  # of the first and the last row
+    assert mean_of(7, 2)[0] == 9.5  # the mean of the first and the last row
     assert [mean for mean, _ in on_ranks(2, mean_of, 7)] == [9.5, 9.5]
 
 

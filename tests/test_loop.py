@@ -151,7 +151,7 @@ def test_a_run_whose_gradients_overflow_at_any_scale_ends_with_the_steps_and_a_w
     progress.count_overflow(False)
     progress.count_overflow(True)
     progress.state.step = 8
-    for _ in range(63):  # from 2^16 the scale has fallen to 2^-47
+    for _ in range(63):  # the scale falls from 2^16 to 2^-47
         progress.count_overflow(False)
     assert set(progress.overflows) == {4, 9}
     with pytest.raises(UserError, match=r"at any loss scale, .* steps 4,9; use --precision"):
@@ -180,12 +180,12 @@ def test_it_is_due_by_steps_or_minutes_and_at_the_end_but_not_at_the_start(monke
 def test_an_evaluation_does_not_count_as_time_of_training(monkeypatch):
     clock = itertools.count(0, 2.0)  # seconds
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    progress = progress_of(0)  # 0
+    progress = progress_of(0)  # reads the clock at 0 s
     add(progress, 1)
-    with progress.paused():  # 2 to 4
+    with progress.paused():  # from 2 s to 4 s
         pass
     assert progress.paused_s == 2.0
-    progress.log_line()  # 6
+    progress.log_line()  # at 6 s
     line, = progress.log.lines
     assert line["samples_per_s"] == 8 / (6 - 2)
 
@@ -230,7 +230,7 @@ def losses_of(model, batch):
 
 
 def train(folder, at=None, event=None, **settings):
-    """Train a small model as the scripts do, with `event(progress)` after the step `at`."""
+    """Train a small model as the scripts do, and call `event(progress)` after step `at`."""
     settings = dict(steps=6, batch_size=8, lr=0.1, eval_samples=10) | settings
     cfg = Config(run_dir=str(folder), save_every="3", log_every=2, **settings)
     run, cfg = resume.open_run(cfg, folder, 4)
@@ -345,7 +345,7 @@ def test_a_run_writes_its_lines_config_models_and_results_and_is_announced_again
 
 
 def test_copies_that_fail_are_tried_again_at_the_end_and_by_the_same_command(tmp_path, capsys):
-    """A file is in the place of the copies' folder until the third command."""
+    """Until the third command, a file stands where the folder of the copies should be."""
     wall = tmp_path / "wall"
     wall.write_text("")
     save = (f"local save_latest_to={wall}/{{step}}.pt save_best_to={wall}/{{step}}_best.pt",)
@@ -379,7 +379,7 @@ def test_a_copy_that_fails_for_a_while_at_the_end_is_sent(tmp_path, monkeypatch,
     copy.mkdir()
     pauses[:] = range(100)  # so that `sleep` leaves the folder there
     train(tmp_path / "run", save=(f"local save_latest_to={copy}",), timeout_minutes=3)
-    assert pauses[100:] == [1, 2, 4, 8, 16, 32, 64]  # less than three minutes
+    assert pauses[100:] == [1, 2, 4, 8, 16, 32, 64]  # 127 s, within three minutes
 
 
 def test_a_thread_may_train_and_the_handlers_of_signals_stay(tmp_path):
@@ -535,7 +535,7 @@ def evaluate(training=True, **settings):
 
 
 def slow_loss():
-    """The loss by a plain loop: chunks 0 to 3 of 15 samples, each with its seed, no dropout."""
+    """The loss of a plain loop over 15 samples in 4 chunks, each with its own seed; no dropout."""
     model = Noisy().eval()
     vectors = Samples().vectors[order.some_of(np.arange(3, 40), 15)]
     total = 0.0

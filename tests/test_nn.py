@@ -157,10 +157,10 @@ def test_an_embedding_of_timesteps_has_their_cosines_and_sines_at_geometric_freq
     assert_close(embedding(torch.tensor([0, 300, 900])), expected, rtol=1e-4, atol=1e-4)
 
 
-# No text
+# Null text
 
 def text_condition(size):
-    """The condition of `size` texts: embeddings (B, 6), encodings (B, 4, 3), mask (B, 4)."""
+    """Random conditions for `size` texts: embeddings (B, 6), encodings (B, 4, 3), mask (B, 4)."""
     return {
         "text_embed": torch.randn(size, 6),
         "text_enc": torch.randn(size, 4, 3),
@@ -215,7 +215,7 @@ def test_blocks_are_compiled_once_a_shape_and_compute_the_same(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled(self, backend=counter))
     torch._dynamo.reset()
     blocks = []
-    for half in range(1, 13):  # more than torch.compile's default limit of eight
+    for half in range(1, 13):  # more shapes than torch.compile's default limit of eight
         blocks += [nn.TimeEmbedding(2 * half, 3) for _ in range(2)]
     x = torch.rand(2)
     expected = [block(x) for block in blocks]

@@ -41,7 +41,7 @@ def test_only_matrices_and_kernels_decay_and_frozen_and_tied_parameters_are_not_
     names = {parameter: name for name, parameter in model.named_parameters()}
     matrices, decayed, undecayed = optim.groups(model)
     assert [names[p] for p in matrices] == ["convolution.weight", "linear.weight"]
-    # `heads` is not in a layer, so it is not a matrix (out, in), and Muon does not train it.
+    # `heads` is in no layer, so it does not count as an (out, in) matrix for Muon to train.
     assert [names[p] for p in decayed] == ["heads"]
     assert sorted(names[p] for p in undecayed) == [
         "convolution.bias", "embedding.weight", "linear.bias", "norm.bias", "norm.weight",
@@ -90,7 +90,7 @@ class Adaptive(torch.optim.Optimizer):
 
 
 def build(kind):
-    """A model, and its optimizers from `optim.make`, or of a given class."""
+    """A model and its optimizers: from `optim.make` if `kind` is a name, else of class `kind`."""
     model = Model()
     if isinstance(kind, str):
         return model, optim.make(model, kind, 0.01, 0.1)

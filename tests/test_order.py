@@ -34,7 +34,7 @@ def chi_square(values):
 def test_every_place_of_a_permutation_is_as_likely_as_any_other():
     tables = np.stack([order.permute(np.arange(10), 10, key) for key in range(4000)])
     for places in tables.T:
-        assert chi_square(places) < 40  # p = 1e-5 for 9 degrees of freedom
+        assert chi_square(places) < 40  # p < 1e-5 for 9 degrees of freedom
 
 
 def test_random_bits_are_splitmix64_of_the_number_and_a_hash_of_the_key():
@@ -140,7 +140,7 @@ def test_of_two_billion_rows_only_the_held_out_ones_take_memory():
     rows = split[order.shuffle(positions, len(split), 7)]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 5_000_000  # a few arrays of 20,000 numbers
+    assert peak < 5_000_000  # about 30 int64 arrays of 20,000 numbers
     assert len(split) == HUGE - 23_000
     assert len(np.unique(rows)) == 20_000
     assert 0.99 * HUGE < rows.max() < HUGE
@@ -155,7 +155,7 @@ def test_the_hash_of_a_key_and_the_seed_alone_split_in_the_fractions_given(name,
     keys = [f"speaker {i}" for i in range(20_000)]
     first = order.split_keys(keys, name, 0.1, 0.05, seed=0)
     second = order.split_keys(keys, name, 0.1, 0.05, seed=1)
-    both = np.intersect1d(first, second)  # overlap by chance
+    both = np.intersect1d(first, second)  # the overlap is by chance
     assert len(first) == pytest.approx(2e4 * fraction, abs=200)
     assert len(both) == pytest.approx(2e4 * fraction**2, abs=200)
     half = order.split_keys(keys[10_000:], name, 0.1, 0.05)
@@ -197,7 +197,7 @@ def test_of_few_keys_those_with_the_smallest_hashes_are_held_out():
 # Splits of a dataset
 
 def make_splits(val_dataset=None, **settings):
-    """{split: (number of rows in its dataset, rows)} of 400 rows."""
+    """{split: (number of rows in its dataset, its rows)} for a dataset of 400 rows."""
     values = {"data": "a", "validation": 0.2, "test": 0.1, "split_seed": 3, "batch_size": 280}
     cfg = SimpleNamespace(**values | settings)
     found = {}

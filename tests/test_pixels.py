@@ -1,4 +1,4 @@
-"""Image tensors: resizing like Pillow, blurring, conversion from and to bytes."""
+"""Image tensors: resizing like Pillow, blurring, conversion to and from bytes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Small random models in published formats: ours compute the same as diffusers and peft."""
+"""Small random models in published formats: our code agrees with diffusers and peft."""
 
 import copy
 import shutil
@@ -32,7 +32,7 @@ TIMESTEPS = torch.tensor([0, 500, 999])
 
 
 class Published:
-    """A pipeline like Karlo's, as diffusers saves it, and as imported run folders."""
+    """A pipeline like Karlo's, both as diffusers saves it and as imported run folders."""
 
     def __init__(self, root):
         self.folder = root / "pipeline"
@@ -55,7 +55,7 @@ class Published:
         run(MODULE, "import", self.folder, out=self.runs, clip=self.spec)
 
     def condition(self, texts=TEXTS, length=L):
-        """The condition that our CLIP makes of texts, with `length` tokens."""
+        """The condition that our CLIP makes from texts, cut or padded to `length` tokens."""
         return self.clip.text_condition(texts, length)
 
     def their_decoder(self, unet, x_t, timestep, condition, image_embed):
@@ -107,7 +107,7 @@ def noise_fn(x):
 
 
 def scheduled(settings, steps, shape, predict):
-    """diffusers' sampling loop with the model `predict(x, t)`. It starts from torch's next noise.
+    """diffusers' sampling loop with the model `predict(x, t)`, starting from newly drawn noise.
 
     The scheduler gets float64 tables, because its own are off by 1e-3 in the last step.
     """
@@ -182,7 +182,7 @@ def test_the_upsampler_samples_as_karlos_with_its_second_unet_in_the_last_step(p
         return model(torch.cat([x, large], dim=1), t).sample
 
     torch.manual_seed(0)
-    noise_fn(large)  # ours draws noise for low_res, but adds none
+    noise_fn(large)  # our sampler also draws noise for low_res first, without adding it
     expected = scheduled({}, 3, large.shape, predict)
     got = train_decoder.sample_images(unet, {}, 1, 3, eta=1.0, noise_fn=noise_fn, low_res=low_res)
     assert_close(got, expected.clamp(-1, 1), rtol=0, atol=1e-4)
@@ -238,7 +238,7 @@ def outputs(published, model, theirs):
 def test_an_imported_prior_is_trained_resumed_and_exported(published):
     images = np.random.default_rng(0).standard_normal((64, D)) * 3
     embeddings.write_shards("raw", images, images, [{"caption": "a red star"}] * 64)
-    shutil.rmtree("raw/text_emb")  # these are not the CLIP's
+    shutil.rmtree("raw/text_emb")  # not made by this CLIP
     settings = dict(
         data="raw",
         clip=published.spec,
@@ -358,14 +358,14 @@ def test_an_exported_model_of_our_own_comes_back_with_its_diffusion(
     assert again["widths"] == [width, 0]
     model_settings = config.nan_to_none(config.settings_with(cfg, "model"))
     assert again["config"] | model_settings == again["config"]
-    again["model"].pop("null_text.text_embed", None)  # it is the CLIP's
+    again["model"].pop("null_text.text_embed", None)  # the import takes it from the CLIP
     assert again["model"].keys() == weights.keys() - {"null_text.text_embed"}
     assert not Path("out/scheduler").exists()  # diffusers' scheduler only knows the cosine schedule
     assert helpers.same(again["model"], {name: weights[name] for name in again["model"]})
 
 
 def test_what_diffusers_has_no_class_for_is_not_exported():
-    cfg = train_decoder.BaseConfig(width=96)  # its norms have other groups in diffusers
+    cfg = train_decoder.BaseConfig(width=96)  # its norms have 16 groups; in diffusers, 32
     with pytest.raises(UserError, match="diffusers has no class for it"):
         pretrained.their_config(cfg, (D, D), "model.pt")
 
@@ -434,7 +434,7 @@ def test_a_fine_tuned_upsampler_keeps_the_imported_last_step_or_says_that_it_is_
         eval_samples=1,
         eval_steps=1,
     )
-    for steps in (1, 2):  # the last step is known after a resume, too
+    for steps in (1, 2):  # the second run resumes, and still finds the last step
         out = run("train_decoder", steps=steps, **settings)
         assert f"the last sampling step uses {last_step}" in out
     unet, _ = upsampler_of(tmp_path / "upsample")

@@ -15,7 +15,7 @@ def latents(batch=8, frames=20, width=6, seed=1):
 
 
 def make(ready=True, decay=0.95, dead_below=0.8, per_step=400):
-    """A quantizer of 16 codes with 25 vectors each on average; some die in an update."""
+    """A quantizer with 3 codebooks of 16 codes; with 25 vectors per code, some die in an update."""
     quantizer = ResidualQuantizer(6, 3, 16, decay, dead_below)
     if ready:
         quantizer.initialize(latents(20).flatten(0, 1), seed=0, per_step=per_step)
@@ -65,7 +65,7 @@ def test_kmeans_finds_well_separated_blobs_and_repeats_bit_for_bit_by_seed():
 def test_the_nearest_codes_are_found_in_full_precision():
     x = 100 + latents(1000, width=2).flatten(0, 1)
     codebook = 100 + latents(50, width=2, seed=2).flatten(0, 1)
-    with torch.autocast("cpu", torch.bfloat16):  # which cannot tell these vectors apart
+    with torch.autocast("cpu", torch.bfloat16):  # bfloat16 cannot tell these vectors apart
         codes = nearest_codes(x, codebook)
     distances = (x[:, None] - codebook).square().sum(-1)
     found = distances.gather(1, codes[:, None])[:, 0]
@@ -113,7 +113,7 @@ def test_training_uses_the_first_n_quantizers_and_the_loss_is_the_mean_of_the_sa
 
 
 def test_codebooks_are_moving_averages_over_all_chunks_and_unused_quantizers_stay(no_dropout):
-    quantizer = make(decay=0.9, dead_below=0.0, per_step=0.4)  # so small that smoothing matters
+    quantizer = make(decay=0.9, dead_below=0.0, per_step=0.4)  # small counts, so smoothing matters
     assert_close(quantizer.ema_count.sum(-1), torch.full((3,), 0.4))
     z = latents(8, 1)
     quantizer.ema_count[:, 0] = 0  # dead, but not replaced

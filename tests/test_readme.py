@@ -1,4 +1,4 @@
-"""Run the commands and recipes of the README and the guides, in their order.
+"""Run the commands and recipes of the README and the guides, in order.
 
 Small settings are appended to each command. A torchrun command runs on as many processes as it
 names. Nothing uses the network: pip is not run, and a small CLIP replaces the presets' CLIPs.
@@ -63,7 +63,7 @@ SMALL = {
     "train_prior.py(?! sample)": dict(eval_timesteps=2),
     "train_prior.py(?! sample|.* --init_from)": TRANSFORMER,
     "train_decoder.py .*--(init_from|preset dalle2)": dict(eval_steps=1),
-    # The presets' 4 and 8 workers per rank would be 32 and 64 more processes.
+    # The presets' 4 and 8 workers per rank would add 32 and 64 processes.
     "--preset dalle2": dict(chunk_size=0, validation=0.1, test=0.1, workers=0),
     "--preset dalle2$": dict(text_encodings="false", text_source="shards"),
     "--preset dalle2-64": dict(
@@ -88,7 +88,7 @@ def with_small_data(patch):
         return train(dataclasses.replace(cfg, steps=4, batch_size=16), device)
 
     def builtin_data(*arguments, make=embed.builtin_data):
-        with pytest.MonkeyPatch.context() as within:  # `embed train` is not shortened
+        with pytest.MonkeyPatch.context() as within:  # `embed train` itself is not shortened
             within.setattr(embed, "train", train_shortly)
             return make(*arguments)
 
@@ -125,14 +125,14 @@ def home(tmp_path_factory):
     (folder / "LJSpeech-1.1/wavs").mkdir(parents=True)
     row = "LJ1|in 1455, so|in fourteen fifty-five, so\n"
     (folder / "LJSpeech-1.1/metadata.csv").write_text(row)
-    if importlib.util.find_spec("diffusers"):  # the published models, small
+    if importlib.util.find_spec("diffusers"):  # small stand-ins for the published models
         for name in ("kandinsky-community/kandinsky-2-2-prior", "kakaobrain/karlo-v1-alpha"):
             helpers.write_pipeline(folder / name)
 
     rows = np.random.default_rng(0).normal(size=(60, 64))
     embeddings.write_shards(folder / "emb", rows, rows, records)
     embeddings.write_shards(folder / "mine", 3 * rows, 3 * rows, records)  # not of unit length
-    shutil.rmtree(folder / "mine/text_emb")  # these are not the CLIP's
+    shutil.rmtree(folder / "mine/text_emb")  # not made by this CLIP
     (folder / "mine/clip.json").write_text(json.dumps({"clip": str(folder / "runs/clip")}))
     captions = [record["caption"] for record in records]
     names = dict(image_embeddings=rows, text_embeddings=rows, captions=captions)
@@ -149,7 +149,7 @@ def test_each_command_and_recipe_works_in_their_order(command, recipe, home, mon
         exec(recipe, names)
         return
     if re.search("k22|karlo", command):
-        pytest.importorskip("diffusers")  # which makes the published models
+        pytest.importorskip("diffusers")  # needed for the stand-ins of the published models
     command = re.sub(r"open_clip:\S+", "runs/clip", command)
     command = command.replace('"seven"', '"a i"')  # the recordings contain only vowels
     launcher, *words = shlex.split(command, comments=True)

@@ -37,7 +37,7 @@ def path(tmp_path):
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_16_bit_wav_needs_no_package_and_parts_are_slices(channels, path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "soundfile", None)  # makes its import fail
+    monkeypatch.setitem(sys.modules, "soundfile", None)  # makes importing it fail
     wave = noise(channels, 101)
     path.write_bytes(wav(wave, 11025))
     for start, stop in ((0, math.inf), (33, 53), (95, 145)):
@@ -70,7 +70,7 @@ def test_other_formats_are_read_by_soundfile_also_in_part(
         assert_allclose(found, whole[:, start:start + 500], atol=1e-5)
 
 
-GOOD = wav(noise(1, 100))  # the length of its samples is at byte 40
+GOOD = wav(noise(1, 100))  # byte 40 begins the size of the sample data
 
 
 def patched(place, value):
@@ -133,7 +133,7 @@ RATES = (16000, 8000, 22050)
 
 
 def folder(path):
-    """Write voice_S/take_N.wav, of several lengths, rates and channel counts, and their .txt."""
+    """Write voice_S/take_N.wav with various lengths, rates and channel counts, each with a .txt."""
     for i in range(12):
         name = f"voice_{i // 4}/take_{i % 4}"
         wave = noise(1 + i % 2, 2000 + 300 * i, i)
@@ -195,7 +195,7 @@ def test_every_recording_is_as_loud_but_silence(path):
 
 def test_a_quiet_passage_stays_as_quiet_and_an_offset_is_not_loudness(path):
     samples = 0.5 * noise(1, 16_000)
-    samples[:, 8_000:] *= 0.05  # 26 dB
+    samples[:, 8_000:] *= 0.05  # -26 dB
     path.write_bytes(wav(samples + 0.2))
     dataset = Recordings(path.parent, 16000, crop=1_000)
     expected = as_loud(torch.from_numpy(samples[0]))
@@ -311,7 +311,7 @@ def test_a_fingerprint_changes_with_the_data_and_the_rate_alone(tmp_path):
 
 
 def as_loud(waves):
-    """Normalize waves (..., T) to the loudness that datasets of recordings have."""
+    """Normalize waves (..., T) to the loudness that `Recordings` gives them."""
     waves = waves - waves.mean(-1, keepdim=True)
     return waves * 0.1 / waves.square().mean(-1, keepdim=True).sqrt()
 
@@ -341,7 +341,7 @@ def test_crops_are_slices_of_the_whole_and_little_more_is_decoded(rate, path):
 
 def test_crops_begin_at_frames_chosen_at_random_or_in_the_middle():
     dataset = Syllables(9, crop=2500, hop_length=200)
-    windows = dataset.wave(8).unfold(0, 2500, 200)  # at all multiples of hop_length
+    windows = dataset.wave(8).unfold(0, 2500, 200)  # one at each multiple of hop_length
     words = order.random_bits(np.arange(300), 0)
     batch, _ = dataset.fetch(np.full(300, 8), words)
     places = torch.cdist(batch["wave"], windows).argmin(1)

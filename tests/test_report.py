@@ -20,7 +20,7 @@ LINES += [
 
 @pytest.fixture
 def page(tmp_path):
-    """The page of a run with LINES, and with plain bytes as samples."""
+    """The report of a run that logged LINES, with plain text in its sample files."""
     (tmp_path / "samples").mkdir()
     for name in ("old.png", "a.png", "b.wav"):
         (tmp_path / "samples" / name).write_text(f"content of {name}")

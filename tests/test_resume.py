@@ -76,7 +76,7 @@ def opened(folder):
 
 
 def commit(run, *steps):
-    """Commit a State at each of `steps`; returns it."""
+    """Save a State at each of `steps`; returns the State."""
     state = state_of(run.folder)
     for state.step in steps:
         for _ in range(2):  # as scheduled, and again after a signal
@@ -110,7 +110,7 @@ def test_a_changed_learning_rate_holds_and_what_has_changed_is_noted(tmp_path, c
     state.versions["code"] = "abc"
     other = state_of(tmp_path, lr=0.5)
     contents = state.contents()
-    contents["config"]["dropout"] = 0.0  # which a fork has removed
+    contents["config"]["dropout"] = 0.0  # a setting that a fork has removed
     del contents["config"]["seed"]
     other.load(contents, "x.pt")
     assert capsys.readouterr().err.splitlines() == [
@@ -255,7 +255,7 @@ def test_of_an_intact_newest_checkpoint_the_older_ones_are_not_looked_at(tmp_pat
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path, monkeypatch):
-    """Promise 3: if a network disk is away for a while, its files are not forgotten."""
+    """Promise 3: if a network disk is unavailable for a while, its files are not forgotten."""
     run = opened(tmp_path)
     commit(run, 10, 20)
 
@@ -359,7 +359,7 @@ MOMENTS = {"mkdir", "open", "flush", "fsync", "replace", "__exit__", "close", "u
 def copies(run, place):
     """Yield a list that gets a copy of the run's folder at each moment of saving.
 
-    A copy has what a kill would leave: all that was handed to the operating system.
+    A copy holds what a kill would leave: everything handed to the operating system so far.
     """
     left = []
 
@@ -649,13 +649,13 @@ def test_a_best_pt_that_is_newer_than_the_checkpoint_or_damaged_is_not_believed(
     assert start_of(tmp_path).best_val_loss == math.inf
 
 
-# Settings that a start takes from files
+# Settings taken from files at the start of a run
 
 @pytest.mark.parametrize("given, earlier, ranks, expected, noted", [
     (0, 0, 8, 8, False),
     (0, 0, 2, 16, False),  # the maximum
     (0, 16, 2, 16, False),  # the earlier size
-    (0, 24, 3, 24, False),  # more than the maximum, and a chunk for each rank: 24, 24, 16
+    (0, 24, 3, 24, False),  # above the maximum, but each rank has a chunk: 24, 24, 16
     (0, 16, 4, 16, False),
     (0, 16, 8, 8, True),  # with 16, some ranks would have no chunk
     (0, 12, 7, 10, True),

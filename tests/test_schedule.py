@@ -39,7 +39,7 @@ def test_the_cosine_is_as_long_as_the_run():
 
 
 def test_every_group_of_all_optimizers_gets_the_rate():
-    optimizers = optim.make(torch.nn.Linear(4, 4), "muon", 1.0, 0.1)  # two
+    optimizers = optim.make(torch.nn.Linear(4, 4), "muon", 1.0, 0.1)  # Muon and AdamW
     schedule.set_learning_rate(optimizers, 0.5)
     rates = [[group["lr"] for group in each.param_groups] for each in optimizers]
     assert rates == [[0.5], [0.5, 0.5]]

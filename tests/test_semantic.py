@@ -119,7 +119,7 @@ def test_a_fit_repeats_varies_with_the_seed_and_takes_what_can_be_read(monkeypat
     centers = fitted_centers()
     assert_array_equal(fitted_centers(), centers)
     assert not np.allclose(fitted_centers(seed=1), centers)
-    assert not np.allclose(fitted_centers(hop_length=7_000), centers)  # shorter waves are unusable
+    assert not np.allclose(fitted_centers(hop_length=7_000), centers)  # short waves are unusable
     monkeypatch.setattr(tokens, "MAX_FRAMES", 7)
     with pytest.raises(UserError, match=r"--clusters 8: there are only 7 frames"):
         fitted_centers()
@@ -129,7 +129,7 @@ def test_features_of_another_model_are_of_the_wave_at_its_rate():
     with pytest.raises(UserError, match="--tokenizer mel: expected mfcc or hf:MODEL:LAYER"):
         train_audio.make_features("mel")
 
-    def layer(wave):  # stands for a layer: the first sample of each frame
+    def layer(wave):  # stands in for a model: the first sample of each frame
         return wave[:, ::320, None]
 
     layer.width = 1

@@ -97,7 +97,7 @@ def test_the_reconstruction_loss_is_a_mean_over_windows_in_fp32(rate, seconds, w
     with torch.autocast("cpu", torch.bfloat16):
         loss = soundstream.reconstruction_loss(fake, real, cfg)
     assert_close(loss, expected, rtol=1e-4, atol=0)
-    soundstream.reconstruction_loss(fake, fake.detach(), cfg).backward()  # differences of 0
+    soundstream.reconstruction_loss(fake, fake.detach(), cfg).backward()  # all differences are 0
     soundstream.reconstruction_loss(fake, torch.zeros(4, 4096), cfg).backward()
     assert fake.grad.isfinite().all()
 

@@ -89,7 +89,7 @@ def test_a_server_that_says_no_or_nothing_is_reported(tmp_path, server, monkeypa
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/y.pt"
         with pytest.raises(UserError, match=f"{url}: .*timed out"):
             store.fetch(url, tmp_path)
-    assert socket.getdefaulttimeout() is None  # other connections have no such limit
+    assert socket.getdefaulttimeout() is None  # other connections get no timeout
 
 
 @needs("wandb")
@@ -174,7 +174,7 @@ def test_what_was_sent_is_not_sent_again_and_what_is_new_is(tmp_path):
     best = tmp_path / "best"
     savers = savers_of(f"local save_latest_to={latest} save_best_to={best}")
     for steps, sent in (
-        ((None, None), {}),  # nothing is saved
+        ((None, None), {}),  # nothing is saved yet
         ((4, 4), {latest: 4, best: 4}),
         ((4, 4), {}),
         ((8, 4), {latest: 8}),
@@ -248,7 +248,7 @@ def test_hugging_face_copies_are_sent_by_the_real_client(tmp_path, server, monke
     assert created.get("private") or created.get("visibility") == "private"
     assert "Bearer hf_secret" in headers.values()
 
-    assert b"# me/prior" in stored["README.md"]  # a model card, unless there is one
+    assert b"# me/prior" in stored["README.md"]  # a model card is added if there is none
     stored["README.md"] = b"of the user"
     store.send(savers, run_of(tmp_path, 13))
     assert stored["README.md"] == b"of the user"

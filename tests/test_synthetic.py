@@ -101,7 +101,7 @@ def copied(batch, seeds):
 
 
 def varied(batch, seeds):
-    """Both shapes are equally frequent; the last 4 of 16 have the other color."""
+    """Embeddings of both shapes equally often; the last 4 of every 16 have the wrong color."""
     number = torch.arange(len(batch["text_embed"])) % 16
     color = batch["text_embed"].argmax(-1) // 2 ^ (number >= 12)
     return torch.eye(4)[color * 2 + number % 2]
@@ -120,7 +120,7 @@ def test_scores_of_embeddings_tell_copies_from_variety(sample, match, coverage, 
     dataset = embeddings.Embeddings(tmp_path)
     for split, indices in zip(("train", "validation", "test"), np.split(np.arange(1200), 3)):
         splits[split] = dataset, indices
-    assert synthetic.embedding_scores(splits, "test", sample, seed=0) == {}  # not built-in data
+    assert synthetic.embedding_scores(splits, "test", sample, seed=0) == {}  # not the built-in data
     (tmp_path / "clip.json").write_text('{"made_from": {}}')
     scores = synthetic.embedding_scores(splits, "test", sample, seed=0)
     expected = {
@@ -139,7 +139,7 @@ def test_recordings_are_what_their_records_say(spoken):
     for text, speaker, wave in spoken:
         names = text.split()
         assert len(wave) == len(names) * 1920
-        for i, name in enumerate(names):  # in its middle, a syllable is the same as alone
+        for i, name in enumerate(names):  # neighbors do not change a syllable's middle
             alone = synthetic.speak(name, speaker)
             middle = wave[1920 * i + 640 : 1920 * i + 1280]
             assert_allclose(middle, alone[640:1280], atol=1e-6)

@@ -31,7 +31,7 @@ def transformer(*streams, vocabulary=()):
 
 
 def random_tokens(streams, *lengths):
-    """The codes (T, Q) of each stream for each sample. lengths: T per sample, for each stream."""
+    """Random codes (T, Q) for each sample and stream. lengths: per stream, T of each sample."""
     columns = []
     for stream, column in zip(streams, lengths):
         K = stream.codebook_size
@@ -91,7 +91,7 @@ def test_codes_are_sampled_from_the_softmax_of_the_most_probable(sampling, expon
 
 
 def naive(model, sample, frames, texts, scale):
-    """Append `frames` of the most probable codes, each from a pass over the whole sequence."""
+    """Append up to `frames` frames greedily, with a pass over the whole sequence for each code."""
     context, prompt = sample
     Q = model.streams[-1].num_quantizers
     codes = prompt.flatten().tolist()

@@ -1,4 +1,4 @@
-"""Cached tokens and crops: ranks share the work, kills lose little, streams stay aligned."""
+"""Cached tokens and crops: ranks share the work, a kill loses little work, streams stay aligned."""
 
 import collections
 import importlib
@@ -25,7 +25,7 @@ from common.data.recordings import Syllables
 from common.models import semantic
 
 Stream = collections.namedtuple("Stream", "name num_quantizers")
-OF_ANOTHER_RANK = "of another rank"  # the error is raised there
+OF_ANOTHER_RANK = "of another rank"  # stands for an error raised there
 STREAMS = [Stream("semantic", 1), Stream("coarse", 2), Stream("fine", 2)]
 FORK = multiprocessing.get_context("fork")
 
@@ -81,7 +81,7 @@ def check(cache, count):
         expected = codes_of(index)[: 0 if index == Numbers.unusable else None]
         assert found.T.tolist() == expected.tolist()
         assert cache.frames[index] == len(expected)
-        for start, stop in ((0, 2), (1, 3), (0, 6)):  # cut where the recording ends
+        for start, stop in ((0, 2), (1, 3), (0, 6)):  # windows are cut at the recording's end
             window = cache.window(index, start, stop, slice(1, None))
             assert window.tolist() == expected[start:stop, 1:].tolist()
     assert index == count - 1
@@ -175,9 +175,9 @@ def in_a_process(work, *arguments):
 
 
 def end_at(folder, moment, number):
-    """Make a cache in this process, which a signal ends.
+    """Make a cache in this process until a signal ends it.
 
-    moment: a signal, sent when recording `number` is encoded, or a call, at which SIGKILL is sent.
+    moment: a signal to send while recording `number` is encoded, or a call to replace with SIGKILL.
     The file `encoded` gets the numbers of encoded recordings.
     """
     with open(folder / "encoded", "a") as record:
@@ -191,7 +191,7 @@ def end_at(folder, moment, number):
         replace = os.replace
 
         def kill(path, target=None):
-            if target and target.suffix:  # a piece
+            if target and target.suffix:  # a piece, not the whole cache
                 return replace(path, target)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -321,7 +321,7 @@ def make_crops(frames, frame_rate=50, words=None):
 
 
 def without_codes(crops):
-    """Crops of only semantic tokens, 50 per second."""
+    """The same crops with only semantic tokens, 50 per second."""
     return tokens.TokenCrops(
         crops.dataset,
         crops.seconds,
@@ -341,7 +341,7 @@ def test_tokens_of_a_crop_are_of_the_same_time_and_only_true_ends_end(rate):
         (words, coarse, fine), ended = crops.crop(index, offset)
         first, last = coarse[[0, -1], 0]
         assert len(coarse) == min(40, lengths[index])
-        assert (fine == coarse + 2000).all()  # the other quantizers
+        assert (fine == coarse + 2000).all()  # quantizers 2 and 3, after coarse's 0 and 1
         assert abs(first / rate - words[0] / 50) <= 0.5 / 50 + 1e-6
         assert abs((last + 1) / rate - (words[-1] + 1) / 50) <= 1 / 50 + 1e-6
         assert ended == (last == lengths[index] - 1)
@@ -351,7 +351,7 @@ def test_tokens_of_a_crop_are_of_the_same_time_and_only_true_ends_end(rate):
     assert batch == {"ended": [False, True, True, False], "text": ["", "text 1", "text 2", ""]}
     assert usable.all()
     batch, _ = crops.fetch(np.zeros(2000, int), order.random_bits(np.arange(2000), 0))
-    assert 2 < sum(batch["ended"]) < 30  # one crop in 161
+    assert 2 < sum(batch["ended"]) < 30  # one crop in 161 reaches the end
 
 
 def test_repeated_semantic_tokens_are_removed_and_empty_recordings_are_unusable():
@@ -391,7 +391,7 @@ def flickering(content, durations, share, generator):
 
 
 def test_what_is_heard_finds_its_place_though_a_tenth_of_it_flickers():
-    """In these 30 s, counting changes of the token would be off by hundreds of positions."""
+    """In these 30 s, counting changes of the token would be off by over 100 positions."""
     generator = np.random.default_rng(0)
     content = generator.integers(0, 36, 800)
     content = content[np.append(True, np.diff(content) != 0)]
@@ -412,7 +412,7 @@ def test_lengths_are_those_of_crops_at_any_place_and_not_of_the_silence_before()
     silence = np.zeros(300, int)
     crops = make_crops([400] * 50, words=[np.append(silence, np.arange(100))] * 50)
     crops.streams = STREAMS[:2]
-    assert all(len(crops.crop(index)[0][0]) == 1 for index in range(50))  # at the beginning
+    assert all(len(crops.crop(index)[0][0]) == 1 for index in range(50))  # silence
     assert crops.lengths(np.arange(50))["max_context"] == 40
 
 

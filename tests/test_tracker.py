@@ -130,7 +130,7 @@ def test_a_page_a_line_or_a_logger_that_fails_is_told_and_training_continues(tmp
     assert out.count("logger console failed: ZeroDivisionError: division by zero") == 1
     assert out.count("report.html: exists, and is not a file; training continues") == 2
     assert "No space left on device; training continues" in out
-    with pytest.raises(OSError, match="of a checkpoint"), log:  # not hidden by a line's error
+    with pytest.raises(OSError, match="of a checkpoint"), log:  # the line's error does not hide it
         raise OSError("of a checkpoint")
 
 
@@ -244,7 +244,7 @@ def test_a_resumed_logger_has_each_step_once_and_samples_settings_and_errors(
         kind, files, settings, tmp_path):
     pytest.importorskip("PIL")
     log = tracker_of(tmp_path, logger=kind)
-    log_steps(log, range(1, 13))  # a checkpoint has the first 8
+    log_steps(log, range(1, 13))  # the run resumes after step 8
     log.logger.finish(SystemExit(1))
     first = log.run.loggers
     with pytest.raises(ZeroDivisionError), tracker_of(tmp_path, 8, logger=kind) as log:
@@ -311,7 +311,7 @@ def test_a_run_that_began_on_the_console_takes_any_logger_and_later_finds_the_sa
     assert [*tmp_path.glob(files)]
     curves, _ = records_of(tmp_path)
     steps = [step for step, _ in curves["loss"]]
-    assert steps == [5, 6, 7, 8, 13, 14, 15, 16]  # while `kind` was the logger
+    assert steps == [5, 6, 7, 8, 13, 14, 15, 16]  # the steps while `kind` was the logger
     assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [*range(1, 17)]
 
 

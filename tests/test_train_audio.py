@@ -23,7 +23,7 @@ run = functools.partial(helpers.run, "train_audio")
 
 
 def train(whole, stage, folder, **settings):
-    """Train one stage in `folder`, with earlier stages of the run `whole`; returns its output."""
+    """Train one stage in `folder`, with the codec of the run `whole`; returns the output."""
     usual = {**STAGES[stage], "data": whole.parent / "voices", "run_dir": folder}
     if stage in ("coarse", "fine") and folder != whole:
         usual["soundstream"] = whole / "soundstream"
@@ -122,7 +122,7 @@ def test_an_fp16_overflow_is_a_step_that_did_not_happen(whole, monkeypatch):
     def outcome(name):
         train(whole, "soundstream", name, **settings)
         folder = f"{name}/soundstream"
-        last = metrics(folder)[-3]  # before those of validation and test
+        last = metrics(folder)[-3]  # the last line of training; validation and test follow
         state = checkpoint.load(f"{folder}/checkpoints/step_00000005.pt")
         weights = state["model"], state["ema"], state["training"]["others"]
         return (last["overflows"], state["training"]["scaler"]["scale"]), weights
@@ -148,7 +148,7 @@ def main():
     train_audio.BUILTIN_ROWS = 40
     for stage, settings in STAGES.items():
         cls = train_audio.STAGES[stage]
-        cls.__init__ = functools.partialmethod(cls.__init__, **settings)  # other defaults
+        cls.__init__ = functools.partialmethod(cls.__init__, **settings)  # the new defaults
     train_audio.main()
 
 
@@ -209,7 +209,7 @@ def test_a_prompt_is_continued_also_when_the_run_has_moved(whole, codec, voice, 
         _, sound = sampled(**settings | {name: value})
         assert_close(sound[:2400], codec.decode(prompt) / gain, atol=1e-4, rtol=0)
         assert torch.equal(sound, usual) == alike, name
-    shutil.rmtree("moved/fine")  # which is not needed
+    shutil.rmtree("moved/fine")  # the fine stage is not needed
     _, sound = sampled(**settings | {"run_dir": "moved", "fine": "false"})
     assert_close(sound[:2400], codec.decode(prompt[:, :2]) / gain, atol=1e-4, rtol=0)
 
@@ -274,10 +274,10 @@ def test_a_sound_five_times_as_long_as_a_crop_shows_a_stage_no_more_than_its_tra
     prompt = pipeline.prompt(wave)
     (sound,) = pipeline.generate([prompt], 5 * 0.4, [0], sampling=token_lm.SamplingParams(0.0))
     assert sound.shape == (len(prompt.codes) + 100, 4)  # 50 frames a second
-    # A later window of coarse begins with the semantic token that sounds there.
+    # The context of a coarse window begins with the semantic token that sounds at its start.
     content = torch.cat([prompt.semantic, *(new for _, new in calls["semantic"])])
     known = prompt.codes[:, :2]
-    assert [length for _, length, _ in calls["coarse"]] == [10] * 10  # they overlap by half
+    assert [length for _, length, _ in calls["coarse"]] == [10] * 10  # windows overlap by half
     for context, length, new in calls["coarse"]:
         heard = pipeline.kmeans.encode(pipeline.codec.decode(known))
         places = tokens.align(content[:, 0].numpy(), heard.numpy())

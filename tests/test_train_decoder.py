@@ -114,7 +114,7 @@ def test_the_clip_embeds_images_in_fp32_also_within_autocast():
 
 
 def inputs(unet, count=3):
-    """The arguments of the U-Net by name, without dropped conditions."""
+    """The arguments of the U-Net by name, with no conditions dropped."""
     cfg = unet.cfg
     condition = {"image_embed": torch.randn(count, 16)}
     if cfg.text_encodings:
@@ -277,7 +277,7 @@ def test_an_upsampler_learns_from_blurred_crops_with_noise_of_the_level_it_is_gi
         torch.manual_seed(0)
         outputs.append(train_decoder.upsampler_inputs(unet, batch))
     (clean, level), (noisy, _) = outputs
-    assert 0 <= level.min() < 5 and 24 < level.max() <= 29  # 0.6 of the timesteps
+    assert 0 <= level.min() < 5 and 24 < level.max() <= 29  # the first 0.6 of 50 timesteps
     alpha, sigma = diffusion.alpha_sigma(unet, level, clean)
     noise = (noisy - clean) / sigma
     assert (noise.flatten(1).std(1) - 1).abs().max() < 0.25
@@ -313,7 +313,7 @@ def test_an_upsampler_learns_from_blurred_crops_with_noise_of_the_level_it_is_gi
 def test_sampling_equals_one_with_two_passes_a_step(scale, eta, settings):
     unet = make(**settings, low_res_size=8, low_res_noise=0.3).eval()
     cfg = unet.cfg
-    if cfg.objective == "x0":  # so that x0 is clipped; other objectives amplify rounding
+    if cfg.objective == "x0":  # so that x0 is clipped; other objectives would amplify rounding
         unet.out[-1].weight.data[:3] *= 10
     given = inputs(unet)
     low_res = torch.rand(3, 3, 8, 8)
@@ -558,7 +558,7 @@ def test_guidance_runs_the_second_copy_with_the_negative_condition():
         )
         for scale, away in ((1.5, other), (0, other), (1, None))
     ]
-    assert rows == [6, 3, 3]  # scales 0 and 1 need only one half
+    assert rows == [6, 3, 3]  # scales 0 and 1 need only one of the two copies
     assert_close(at_zero, negative)
     assert torch.equal(at_one, positive)
     inside = (positive.abs() < 1) & (negative.abs() < 1)  # not clipped
@@ -581,7 +581,7 @@ def test_an_upsampler_and_a_base_without_text_or_image_need_no_clip(trained, wor
         contents = checkpoint.load(folder / "model.pt")
         checkpoint.save({**contents, "clip": None}, f"{folder.name}/model.pt")
     sample(run_dir="base")
-    sample(run_dir=trained, weights="online")  # of the newest checkpoints
+    sample(run_dir=trained, weights="online")  # the online weights of the newest checkpoints
     settings = dict(run_dir="upsample", num_samples=1)
     first = sample(**settings, image=world / "plain/00000.png")
     second = sample(**settings, image=world / "plain/00001.png")
@@ -688,7 +688,7 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
         "those of --image are [32, 32]; expected the same size",
     "evaluate --run_dir trained --data plain --clip none": "there is no CLIP here",
     "--data plain --clip= --stage base": "has no embeddings; name the CLIP",
-    "--data plain --clip clip --preset pictures-cpu": "smaller than 64",  # before the base trains
+    "--data plain --clip clip --preset pictures-cpu": "smaller than 64",  # before training the base
     "--data plain --stage upsample --init_from trained/base/model.pt":
         "--stage: invalid choice: 'base'",
 }.items())

@@ -92,7 +92,7 @@ def test_the_null_branch_drops_the_text_and_nothing_else(inputs):
 def test_padding_is_no_key(inputs):
     prior = make_prior()
     mask = inputs.condition["text_mask"]
-    mask[1, 0] = False  # the first token sees itself alone
+    mask[1, 0] = False  # the first token sees only itself
     out = prior(*inputs)
     inputs.condition["text_enc"][~mask] = 99.0
     assert torch.equal(prior(*inputs), out)
@@ -302,7 +302,7 @@ def test_similarities_are_means_over_samples(emb, monkeypatch):
         return condition["text_embed"] * (3 - steps)  # copies of the text, or their negatives
 
     monkeypatch.setattr(train_prior, "sample_embeddings", sample)
-    # In chunks of 10; the last one has 5.
+    # The chunks have 10 samples; the last one has 5.
     settings = dict(eval_samples=95, eval_timesteps=(2, 4), guidance_scale=2)
     prior, splits = prior_and_splits(emb, **settings)
     dataset, indices = splits["test"]
@@ -466,8 +466,8 @@ def test_a_mistake_ends_in_one_line_and_a_status(words, status, message, emb, fi
 def world(tmp_path_factory):
     """A folder with two CLIPs, embeddings, and a run.
 
-    clip is trained briefly, and other for one step with another seed. emb has shapes embedded by
-    clip, and run is trained on emb as the built-in data.
+    clip/ is trained briefly, and other/ for one step with another seed. emb/ has shapes embedded
+    by clip/, and run/ is trained on emb/ as if it were the built-in data.
     """
     folder = tmp_path_factory.mktemp("world")
     sizes = dict(steps=30, batch_size=64, embed_width=16, text_width=32)
@@ -517,7 +517,7 @@ def test_samples_of_texts_do_not_depend_on_the_batch_and_equal_those_of_their_em
     np.save("texts.npy", embed_texts(world, texts))
     _, first = sample(world / "run", text=STAR, num_samples=2)
     _, of_texts = sample(world / "run", texts="texts", num_samples=2, max_batch=3)
-    monkeypatch.setattr(clips, "load", None)  # which is not needed
+    monkeypatch.setattr(clips, "load", None)  # no CLIP is needed
     _, of_embeddings = sample(world / "run", text_embeds="texts.npy", num_samples=2)
     assert of_texts.shape == (4, 16)
     assert_allclose(of_texts[:2], first, atol=1e-5)
@@ -564,7 +564,7 @@ def evaluated(words):
     """{metric: value} of the evaluate command, before rounding and printing."""
     found = {}
     train_prior.tracker.print_results = lambda headline, results: found.update(results)
-    train_prior.dist.setup = torch.device  # the ranks' group exists already
+    train_prior.dist.setup = torch.device  # the process group already exists
     run("evaluate", *words)
     return found
 
@@ -631,7 +631,7 @@ def test_a_run_on_captions_needs_no_text_embeddings_and_resumes_with_its_clip_al
     checkpoint.write_json(about, "emb/clip.json")
     captions = Path("emb/captions/captions_0.jsonl")
     _, *rows = captions.read_text().splitlines()
-    captions.write_text("\n".join(["{}", *rows]) + "\n")  # a damaged caption costs its sample
+    captions.write_text("\n".join(["{}", *rows]) + "\n")  # makes the first sample unusable
     words = flags(clip="clip", run_dir="run", text_encodings="true", text_source="clip", **SHORT)
     run(*words, "--data", "emb", "--steps", 4)
     shutil.move("emb", "moved")
