@@ -21,18 +21,18 @@ settings that all stages share; `--stage NAME --help` lists the settings of one 
 SoundStream: Zeghidour et al. 2021. AudioLM: Borsos et al. 2022. The models are in
 common/models/soundstream.py and common/models/token_lm.py.
 
-What differs from the papers, also in the presets:
+What differs from the papers, in the presets as well:
 SoundStream
 - By default an L1 loss on waves replaces the discriminators (--adversarial_weight adds them).
 - There is no FiLM, so no denoising (§III-F). Residual units start as the identity.
-- Recordings are normalized to one loudness; inside the codec their RMS is 1. With --pre_emphasis
+- Recordings are normalized to the same loudness; in the codec their RMS is 1. With --pre_emphasis
   the codec models x[t] - a x[t-1], and losses and discriminators see this signal as well.
 - Weights and codebooks are averaged (EMA).
 - k-means++ initializes codebooks from frames of many batches; the paper uses only the first batch.
   A code is dead if its share of frames is low. Dead codes are replaced by evenly spaced frames of
   the first chunk; the paper takes random ones.
-- Discriminators have leaky ReLUs of slope 0.1, zero padding, and no weight norm. One pooling by 4
-  makes the wave at a quarter of the rate, not two poolings by 2.
+- Discriminators have leaky ReLUs of slope 0.1, zero padding, and no weight norm. The wave
+  at a quarter of the rate comes from one pooling by 4, not from two by 2.
 - Losses are means, not sums. Spectra are compared only as log-mel spectra. Feature distances are
   relative to the features' size (`soundstream.py`). Mel filters are wide enough for the shortest
   window (`audio.mel_filters`).
@@ -42,9 +42,9 @@ AudioLM
 - Positions are rotary. AudioLM's relative positions (T5) add a bias to all scores, which rules out
   fast attention. Blocks are pre-norm with GELU; the paper specifies neither. Each quantizer has its
   own embeddings and its own output head.
-- Text is added: frequent words are tokens, other words are spelled in bytes. An EOS token is added,
-  too: it ends audio made from text. Crops that are not a whole recording have no text. The preset
-  audiolm-16khz has no text at all.
+- Text is added: frequent words are tokens, other words are spelled in bytes. An EOS token, which
+  ends audio made from text, is added as well. Crops that are not a whole recording have no text.
+  The preset audiolm-16khz has no text at all.
 - The loss is a mean over samples of each sample's mean over tokens.
 - The preset speech-small, for small data sets, makes four copies of each recording, shifted by
   quarters of a frame (--shifts). With probability 0.5 it appends another recording of the same
@@ -112,7 +112,7 @@ CodebookSize = Annotated[int, ("a number from 1 to 65536", lambda value: 0 < val
 
 @dataclass(frozen=True)
 class SharedConfig(config.TrainingRun):
-    """Run, data and optimization, in all stages"""
+    """Run, data and optimization (all stages)"""
 
     stage: str = field(
         "all", "stage to train; all: in turn, with only the shared settings", fixed=True
@@ -188,7 +188,7 @@ class CodecConfig(SharedConfig):
     )
     codebook_size: CodebookSize = model_field(256, "codes per quantizer")
     codebook_decay: Fraction = field(0.95, "EMA decay of the codebooks")
-    # k-means on frames of an untrained encoder is worse: a mel distance of 0.54, not 0.43 (speech).
+    # With k-means on an untrained encoder, the mel distance is 0.54 instead of 0.43 (speech).
     quantizer_start: NonNegativeInt = field(
         300, "steps without quantizer, before k-means (paper: 0)", fixed=True
     )
@@ -199,14 +199,15 @@ class CodecConfig(SharedConfig):
     mel_seconds: PositiveFloat = field(
         0.085, "longest of six mel windows; each is twice the previous one", affects_val_loss=True
     )
-    # Without this loss, the phase is unconstrained.
+    # The mel loss alone leaves the phase unconstrained.
     wave_weight: NonNegativeFloat = field(
         10.0, "weight of the L1 distance of waves, EnCodec Eq. 1 (paper: 0)", affects_val_loss=True
     )
     commitment_weight: NonNegativeFloat = field(
         0.25, "weight of the distance from frames to their codes"
     )
-    # Either of these adds discriminators. On two cores a step then takes four times as long.
+    # Either of the next two weights adds discriminators, and a step on two cores then takes four
+    # times as long.
     adversarial_weight: NonNegativeFloat = field(0.0, "weight of the hinge loss", fixed=True)
     feature_weight: NonNegativeFloat = field(
         0.0, "weight of the feature matching loss", fixed=True
@@ -222,7 +223,7 @@ class CodecConfig(SharedConfig):
     augment: bool = field(False, "random loudness, and mixes of two recordings (EnCodec §4.1)")
     steps: PositiveInt = field(1050, "optimizer steps")
     batch_size: PositiveInt = field(16, "samples per step, over all ranks", fixed=True)
-    # In the same time, Muon reaches an SI-SDR of 15 dB on syllables, the paper's Adam 11 dB.
+    # In the same training time, Muon reaches an SI-SDR of 15 dB on syllables, and Adam 11 dB.
     optimizer: Optimizer = field("muon", "muon: Muon for matrices, AdamW for the rest")
     lr: PositiveFloat = field(3e-3, "peak learning rate")
     weight_decay: NonNegativeFloat = field(0.0, "decoupled weight decay of the codec's kernels")
@@ -240,7 +241,7 @@ class CodecConfig(SharedConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        # The STFT discriminator halves the number of frames three times.
+        # The STFT discriminator halves the number of frames three times, so it needs eight.
         if self.is_adversarial and self.crop < 1.75 * self.stft_window:
             raise UserError(
                 f"--seconds: {self.crop} samples are too short for the STFT discriminator; "
@@ -332,9 +333,9 @@ def reconstructions(codec, split):
 
 
 def augment(waves):
-    """Change the loudness of waves (B, T) by -10 to 6 dB, and mix half of them with another wave.
+    """Change the loudness of waves (B, T) by -10 to 6 dB; mix about half of them with another wave.
 
-    As in EnCodec (§4.1). It reduces overfitting on small data sets.
+    This follows EnCodec (§4.1), and reduces overfitting on small data sets.
     """
     size = len(waves), 1
     device = waves.device
@@ -350,12 +351,12 @@ def initialize_codebooks(codec, cfg, dataset, indices, device):
 
     The result does not depend on the number of ranks. Collective.
     """
-    if codec.quantizer.ready:  # --init_from has codebooks
+    if codec.quantizer.ready:  # --init_from supplied the codebooks
         return
     chunks = loader.ChunkDataset(dataset, indices, accumulate.derive_seed(cfg.seed, "codebooks"))
     per_crop = math.ceil(cfg.crop / codec.hop_length)  # frames
     crops = math.ceil(32 * cfg.codebook_size / per_crop)  # 32 frames per code
-    # One chunk at a time needs no more memory than a training step.
+    # Encoding one chunk at a time needs no more memory than a training step.
     frames = []
     for start in range(0, crops, cfg.chunk_size):
         wave = codec.emphasize(chunks[start, start + cfg.chunk_size]["wave"].to(device))
@@ -376,7 +377,7 @@ def train_soundstream(cfg, device):
     if run.results:  # the run is finished
         return loop.announce(run, cfg)
 
-    # Build codec, discriminators, their optimizers and the EMA. Restore them on resume.
+    # Build the codec, the discriminators, their optimizers and the EMA. Restore them on resume.
     accumulate.seed_all(cfg.seed, "weights")  # all ranks start with the same weights
     codec = soundstream.SoundStream(cfg).to(device)  # encoder, quantizer, decoder
     optimizers = optim.make(codec, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
@@ -429,7 +430,7 @@ def train_soundstream(cfg, device):
     with loop.begin(run, state, about, device) as progress:
         while True:
             # Evaluate the averaged weights. Before k-means there are no codes to evaluate. val_loss
-            # leaves out commitment and discriminators.
+            # excludes the commitment and adversarial losses.
             if eval_due() and codec.quantizer.ready:
                 with progress.paused():
                     metrics, samples = evaluate(splits["validation"], f"step_{state.step:08d}")
@@ -454,7 +455,7 @@ def train_soundstream(cfg, device):
             schedule.set_learning_rate(discriminator_optimizers, discriminator_lr)
             r1_weight = cfg.r1_weight if state.step % R1_EVERY == 0 else 0.0
 
-            # Take one optimizer step of the codec and, on the same fakes, of the discriminators.
+            # Take one optimizer step of the codec, and one of the discriminators on the same fakes.
             step_batches = [next(batches) for _ in plan]
             stepped = False
             while not stepped:  # an fp16 overflow repeats the step with a smaller loss scale
@@ -495,14 +496,14 @@ def train_soundstream(cfg, device):
                 # If only the discriminators overflow, they skip the step that the codec has taken.
                 if stepped and cfg.is_adversarial:
                     norm, taken = amp.step(scaler, discriminator_optimizers, cfg.max_grad_norm)
-                    if taken:  # 0 · nan is nan: a bad norm of either model ends the run
+                    if taken:  # 0 · nan is nan, so a non-finite norm of either model ends the run
                         grad_norm = grad_norm + 0 * norm
                 scaler.update()
                 codec.zero_grad()
                 for module in others.values():
                     module.zero_grad()
                 if not stepped:
-                    codec.quantizer.discard()  # drop the statistics of the repeated step
+                    codec.quantizer.discard()  # drop the statistics of the failed attempt
                 progress.count_overflow(stepped)
             # Update the codebooks with the statistics of all ranks, and replace dead codes.
             codec.quantizer.update(accumulate.derive_seed(cfg.seed, "codes", state.step))
@@ -512,7 +513,7 @@ def train_soundstream(cfg, device):
                 chunk_losses, grad_norm, step_batches, discriminator_loss=discriminator_sum
             )
 
-            # Log and save. After a signal to any rank, `loop.begin` saves and exits.
+            # Log and save. After a signal to any rank, all ranks stop, and `loop.begin` saves.
             if state.step % cfg.log_every == 0 or state.step == cfg.steps:
                 progress.log_line()  # synchronizes ranks and device
             if save_due():
@@ -534,7 +535,7 @@ def load_codec(folder, device, name="", weights="ema"):
         from common.interop.codecs import PublishedCodec
 
         return PublishedCodec(folder, device)
-    if weights == "ema":  # not best.pt
+    if weights == "ema":  # do not default to best.pt
         name = name or "model.pt"
     file = checkpoint.model_file(folder, name, weights)
     cfg, contents = checkpoint.read_model({"soundstream": CodecConfig}, file, weights)
@@ -546,9 +547,10 @@ def load_codec(folder, device, name="", weights="ema"):
 
 # Part 2: AudioLM
 
-# AudioLM needs a codec: a SoundStream or a published one (`interop.codecs`), on any device. It has
-# encode(wave (T,)) -> codes (frames, Q) and decode(codes (frames, n)) -> wave, with tensors on the
-# CPU; sample_rate, hop_length, frame_rate, num_quantizers, codebook_size; checksum of its file.
+# AudioLM needs a codec, a SoundStream or a published one (`interop.codecs`), on any device. Its
+# methods are encode(wave (T,)) -> codes (frames, Q) and decode(codes (frames, n)) -> wave, with
+# tensors on the CPU. Its attributes are sample_rate, hop_length, frame_rate, num_quantizers,
+# codebook_size and checksum (of its file).
 
 # Config
 
@@ -632,7 +634,7 @@ class CodesConfig(TransformerConfig):
 class CoarseConfig(CodesConfig):
     """Coarse stage"""
 
-    # In the same time, Muon reaches a higher text_heard than AudioLM's Adam.
+    # In the same training time, Muon reaches a higher text_heard than AdamW.
     steps: PositiveInt = field(620, "optimizer steps")
     optimizer: Optimizer = field("muon", "muon: Muon for matrices, AdamW for the rest")
     lr: PositiveFloat = field(6e-3, "peak learning rate")
@@ -822,13 +824,13 @@ def train_transformer(cfg, device):
     # Build model, optimizer and EMA. Restore them on resume.
     vocabulary = []
     longest_text = 0
-    # Only the semantic stage sees the text: its tokens carry the content to the other stages.
+    # Only the semantic stage sees the text. Semantic tokens carry the content to the other stages.
     if cfg.stage == "semantic" and cfg.max_text_len:
         vocabulary, longest_text = tokens.learn_vocabulary(
             crops, indices, TEXT_WORDS, cfg.max_text_len
         )
     accumulate.seed_all(cfg.seed, "weights")  # all ranks start with the same weights
-    # Plain values to store in model files, with the lengths that generation stays within.
+    # Plain values for model files. They include the lengths that limit generation.
     arguments = {
         "streams": list(map(list, streams)),
         "vocabulary": vocabulary,
@@ -901,7 +903,7 @@ def train_transformer(cfg, device):
             ema.update(state.step)
             progress.add(chunk_losses, grad_norm, step_batches)
 
-            # Log and save. After a signal to any rank, `loop.begin` saves and exits.
+            # Log and save. After a signal to any rank, all ranks stop, and `loop.begin` saves.
             if state.step % cfg.log_every == 0 or state.step == cfg.steps:
                 progress.log_line()  # synchronizes ranks and device
             if save_due():
@@ -926,7 +928,10 @@ class Prompt(NamedTuple):
 
 
 def load_transformer(stage, folder, device, name="", weights="ema"):
-    """Load the model in a stage's run folder, in eval mode and frozen. name: see `load_codec`."""
+    """Load the model in a stage's run folder, in eval mode and frozen.
+
+    name: file name, see `checkpoint.model_file`.
+    """
     file = checkpoint.model_file(folder, name, weights)
     cfg, contents = checkpoint.read_model({stage: STAGES[stage]}, file, weights)
     model = token_lm.TokenTransformer(cfg, **contents["arguments"])
@@ -942,7 +947,7 @@ class Pipeline:
     """
 
     def __init__(self, args, device):
-        """args: an EvaluateConfig or SampleConfig. Without args.fine, that stage is not loaded."""
+        """args: an EvaluateConfig or SampleConfig. args.fine: whether to load the fine stage."""
 
         def load(stage):
             folder = f"{args.run_dir}/{stage}"
@@ -950,13 +955,13 @@ class Pipeline:
 
         self.semantic = load("semantic")
         self.coarse = load("coarse")
-        # Load the codec and k-means of the coarse stage, from this folder even if it was moved.
+        # Load the coarse stage's codec and k-means, from args.run_dir even if the folder was moved.
         cfg = dataclasses.replace(self.coarse.cfg, run_dir=args.run_dir)
         self.codec, self.kmeans, expected = load_tokenizers(cfg, device)
         self.models = [self.semantic, self.coarse]
         self.fine = None
         used = cfg.codec_quantizers or self.codec.num_quantizers
-        if args.fine and cfg.coarse_quantizers < used:  # otherwise coarse predicts all
+        if args.fine and cfg.coarse_quantizers < used:  # coarse may predict all codes
             self.fine = load("fine")
             self.models.append(self.fine)
         for model in self.models:
@@ -968,8 +973,8 @@ class Pipeline:
                 )
 
     def prompt(self, wave):
-        """A Prompt from the end of a wave (T,), in whole frames of both kinds of tokens."""
-        wave = wave[len(wave) % self.codec.hop_length :]  # cut the start: the end is continued
+        """The Prompt for a wave (T,), which is cut to whole frames. Audio continues at its end."""
+        wave = wave[len(wave) % self.codec.hop_length :]  # cut the start, not the end
         frames = len(wave) * semantic.FRAME_RATE // self.codec.sample_rate
         # Leave out an incomplete last frame, which would be mostly silence.
         tokens_of_wave = self.kmeans.encode(wave)[: max(1, frames)]
@@ -983,8 +988,8 @@ class Pipeline:
     def generate(self, prompts, seconds, seeds, texts=(), sampling=token_lm.AS_TRAINED):
         """Codes (T, Q) for each of B prompts: the prompt's codes, and up to `seconds` more.
 
-        texts: B, or none. With a text, audio ends with EOS; a long text is spoken in parts, all in
-        the same voice. Without a text, audio lasts for all `seconds` (§III-D).
+        texts: one per prompt, or none. With a text, audio ends with EOS; a long text is spoken in
+        parts, all in the same voice. Without a text, audio lasts the full `seconds` (§III-D).
         """
         texts = texts or [""] * len(prompts)
 
@@ -1022,7 +1027,7 @@ class Pipeline:
             of_sample = [part for owner, part in zip(owners, spoken) if owner == b]
             # A part may begin with the last token of the previous part.
             content.append(torch.cat(of_sample).unique_consecutive(dim=0))
-        windows = [(0, 0)] * len(prompts)  # starts of the last windows: (code frame, token)
+        windows = [(0, 0)] * len(prompts)  # start of the latest window: (code frame, token)
 
         def content_from(b, codes, start):
             """The semantic tokens of sample b for a window that starts at frame `start` of `codes`.
@@ -1034,9 +1039,9 @@ class Pipeline:
                 ratio = semantic.FRAME_RATE / self.codec.frame_rate
                 before, token = windows[b]
                 spoken_tokens = self.kmeans.encode(self.codec.decode(codes))
-                spoken_tokens = spoken_tokens[round(before * ratio) :]  # from the last window on
+                spoken_tokens = spoken_tokens[round(before * ratio) :]  # since that window's start
                 places = tokens.align(content[b][token:, 0].numpy(), spoken_tokens.numpy())
-                # A window may begin where the audio so far ends.
+                # A window may begin where the audio so far ends: then take the last frame.
                 frame = min(round(start * ratio) - round(before * ratio), len(places) - 1)
                 token += places[frame]
                 windows[b] = start, token
@@ -1193,14 +1198,14 @@ def read_wave(path, codec, length=0):
 
 
 def continue_sound(args, device):
-    """Generate audio from a text, a prompt, or both, or neither; returns (codec, wave (T,))."""
+    """Generate audio from a text, a prompt, both, or neither; returns (codec, wave (T,))."""
     pipeline = Pipeline(args, device)
     if args.text and not pipeline.semantic.has_text:
         raise UserError(f"--text: {args.run_dir} was trained without texts; give --prompt")
     codec = pipeline.codec
     prompt = pipeline.empty_prompt()
     gain = 1.0
-    if args.prompt:  # leave room for one new frame within coarse's training length
+    if args.prompt:  # leave room for one new frame in a window of the coarse stage
         most = codec.hop_length * (pipeline.coarse.max_frames - 1)
         length = round(args.prompt_seconds * codec.sample_rate) or most
         wave, gain = read_wave(args.prompt, codec, min(length, most))
@@ -1255,7 +1260,7 @@ TRAIN = {
 
 
 def train(cfg):
-    """Train one stage; or train all in turn, then evaluate them together."""
+    """Train one stage, or train all in turn and then evaluate them together."""
     device = dist.setup(cfg.device, cfg.timeout_minutes, cfg.deterministic)
     configs = [cfg]
     if cfg.stage == "all":
@@ -1303,8 +1308,9 @@ SOUNDSTREAM = dict(
     quantizer_start=0,  # k-means before the first step (§III-C)
     wave_weight=0.0,  # not in the paper
     commitment_weight=1.0,
-    # In the paper λ_rec, λ_adv and λ_feat are 1, 1 and 100, for losses that are sums. Here, with
-    # trained discriminators, their gradients at the wave are in the ratio 1 : 0.6 : 1.4.
+    # In the paper λ_rec, λ_adv and λ_feat are 1, 1 and 100, for losses that are sums. With the
+    # weights below and trained discriminators, the gradients of the three losses at the wave are in
+    # the ratio 1 : 0.6 : 1.4.
     mel_weight=1.0,
     adversarial_weight=0.3,
     feature_weight=3.0,
@@ -1343,7 +1349,7 @@ AUDIOLM_16KHZ = {
         clusters=1024,
         max_text_len=0,  # the paper has no text
     ),
-    "coarse": dict(AUDIOLM, seconds=10.0, temperature=0.8, coarse_quantizers=4),  # Q' of Q = 12
+    "coarse": dict(AUDIOLM, seconds=10.0, temperature=0.8, coarse_quantizers=4),  # Q' = 4 of Q = 12
     "fine": dict(AUDIOLM, seconds=3.0, temperature=0.6, coarse_quantizers=4),
 }
 # For recordings of speech, on two cores. Tried on spoken digits: 600 recordings of four speakers.
@@ -1384,14 +1390,14 @@ SPEECH_SMALL = {
         max_text_len=64,
         dropout=0.2,
         steps=400,
-        temperature=0.6,  # as in AudioLM §IV-B; also below, for coarse
+        temperature=0.6,  # as in AudioLM §IV-B, like coarse's 0.8 below
     ),
     "coarse": dict(
         SPEECH_TOKENS,
         seconds=3.0,
         join=0.5,
-        # The first two quantizers contain words and voices. With 400 recordings, a fine stage
-        # cannot learn to predict the others.
+        # The first two quantizers carry words and voices. From 400 recordings, a fine stage cannot
+        # learn to predict the others.
         codec_quantizers=2,
         optimizer="adamw",
         temperature=0.8,

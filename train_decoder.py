@@ -33,12 +33,12 @@ What differs from the papers ("the presets" are those of DALL-E 2 and Karlo):
   default; with it, sampling adds the least noise, unless `sample --low_res_noise` asks for more.
   DALL-E 2 degrades the input of its second upsampler (256 -> 1024) with BSR.
 - A model without attention levels has no attention in the middle either; ADM always has it there.
-- The group norm of a narrow layer has fewer than 32 groups.
+- A group norm has fewer than 32 groups where these would be uneven or have under 4 channels.
 - The EMA decay warms up (ema.py).
 - Sampling takes evenly spaced steps (DPM-Solver++(2M) with --eta 0) and clips its estimates of
   x0. DALL-E 2 tunes the spacing.
-- In guidance, a negative text replaces "no text": its encodings, and the image embedding that the
-  prior makes from it (as in Kandinsky 2).
+- In guidance, the encodings of a negative text, and the image embedding that the prior makes from
+  it, replace "no text" and "no image" (as in Kandinsky 2).
 - Variations of an image start from fresh noise. DALL-E 2 (§3.1) inverts the image with DDIM.
 - Inpainting is RePaint with a jump length of 1, in DDPM steps, or DDIM steps with --eta 0; GLIDE
   fine-tunes a model. Without a text, the condition is the embedding of the whole image, so the
@@ -209,7 +209,7 @@ class UNetConfig(SharedConfig):
     def __post_init__(self):
         super().__post_init__()
         levels = len(self.channel_mult)
-        # Group norms need at least four channels per group. The image is halved between levels.
+        # Group norms need at least four channels per group. Each further level halves the image.
         divisor = 2 ** (levels - 1)
         if self.width % 4 or self.image_size % divisor or self.random_crop % divisor:
             raise UserError(
@@ -242,7 +242,7 @@ class BaseConfig(UNetConfig):
     )
     # Guidance makes outlines rounder, and images slightly less varied.
     guidance_scale: NonNegativeFloat = field(1.5, "guidance scale in sampling, 1: none")
-    # In the same time, Muon reaches a loss a fifth lower than AdamW's.
+    # In the same training time, Muon reaches a loss that is a fifth lower than AdamW's.
     optimizer: Literal["adamw", "muon"] = field(
         "muon", "muon: Muon for matrices, AdamW for the rest", fixed=True
     )
@@ -306,7 +306,7 @@ class UpsampleConfig(UNetConfig):
     eval_steps: SamplingSteps = field(5, "sampling steps")
 
     # Constants of this stage, which UNet reads like settings
-    image_condition: ClassVar[bool] = False  # only the low resolution (DALL-E 2 §2.1)
+    image_condition: ClassVar[bool] = False  # only the low-resolution image (DALL-E 2 §2.1)
     text_encodings: ClassVar[bool] = False
     raw_embeddings: ClassVar[bool] = False
     attention_levels: ClassVar[tuple] = ()
@@ -333,7 +333,7 @@ VLB_WEIGHT = 1e-3  # λ of the variational bound (Nichol & Dhariwal 2021, §3.1)
 # DALLE2-pytorch uses 0.6.
 BLUR_SIGMA = (0.4, 0.8)
 BLUR_PROBABILITY = 0.5  # as in DALLE2-pytorch
-# Low-resolution pixels kept around a crop, because the blur and the bicubic filter reach there.
+# Low-resolution pixels kept around a crop, for the blur and the bicubic filter at its edges.
 MARGIN = 8
 GRID_CAPTION = "real images, and samples below"
 RESIZE = "box"  # filter for shrinking images: the mean of the pixels
@@ -375,7 +375,7 @@ class ResBlock(nn.Module):
         self.modulation = nn.Linear(4 * cfg.width, 2 * width if cfg.scale_shift else width)
         self.norm2 = group_norm(width)
         self.dropout = nn.Dropout(cfg.dropout)
-        # Zero, so that a block starts as the identity.
+        # Zero, so that the residual path adds nothing at first.
         self.conv2 = zero_init(nn.Conv2d(width, width, 3, padding=1))
         self.skip = nn.Conv2d(width_in, width, 1) if width_in != width else nn.Identity()
         if has_attention:
@@ -384,7 +384,7 @@ class ResBlock(nn.Module):
             while width % num_heads:  # the number of heads must divide the width
                 num_heads -= 1
             self.attention_norm = group_norm(width)
-            self.attention = Attention(width, num_heads)  # among the pixels
+            self.attention = Attention(width, num_heads)  # from pixels to context and pixels
             zero_init(self.attention.out)  # attention adds nothing at first
             self.token_key_value = nn.Linear(cfg.cond_width, 2 * width)
 
@@ -432,7 +432,7 @@ class UNet(nn.Module):
     """Denoiser of one stage of DALL-E 2's decoder (§2.1), with the architecture of ADM and GLIDE.
 
     B batch, W width, H image size, D width of CLIP embeddings, L text length, J number of context
-    tokens, E their width. An upsampler has no conditions: its widths are [0, 0].
+    tokens, E their width. An upsampler has no conditions, so `widths` is [0, 0].
     """
 
     def __init__(self, cfg, embed_width, encoding_width=0):
@@ -454,7 +454,7 @@ class UNet(nn.Module):
         if encoding_width:
             self.null_text = NullText(embed_width, encoding_width, cfg.max_text_len)
             self.text_in = nn.Linear(embed_width, emb_width)  # added as well
-            self.encoding_in = nn.Linear(encoding_width, cfg.cond_width)  # context
+            self.encoding_in = nn.Linear(encoding_width, cfg.cond_width)  # to context tokens
             self.encoding_norm = LayerNorm(cfg.cond_width)
 
         # The way down. Every block keeps its output as a skip for the way up.
@@ -495,7 +495,7 @@ class UNet(nn.Module):
         diffusion.add_noise_schedule(self, cfg)  # buffers α_t and σ_t
 
     def scale_embedding(self, embed):
-        """Scale CLIP embeddings (B, D) to length √D, like unit noise; leave raw ones unchanged."""
+        """Scale CLIP embeddings (B, D) to length √D, like noise; leave raw embeddings unchanged."""
         if self.cfg.raw_embeddings:
             return embed
         return F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5
@@ -538,7 +538,7 @@ class UNet(nn.Module):
         added, context, mask = self.embed_conditions(condition, drop_image, drop_text)
         if mask is not None:
             # Image tokens and pixels are never masked. Pad the mask once, for the finest level with
-            # attention: coarser levels slice it. On GPUs, every small kernel costs time.
+            # attention, and let coarser levels slice it: on GPUs, every small kernel costs time.
             pixels = (x_t.shape[-1] >> min(self.cfg.attention_levels)) ** 2
             mask = F.pad(mask[:, None, None], (IMAGE_TOKENS, pixels), value=True)
         emb = self.time_in(timestep) + added  # (B, 4W)
@@ -547,7 +547,7 @@ class UNet(nn.Module):
         x = x_t
         if low_res is not None:  # an upsampler sees it at every step (DALL-E 2 §2.1)
             x = torch.cat([x_t, low_res], dim=1)  # (B, 6, H, H)
-        # Images are channels last. Otherwise that layout, slow on GPUs, would spread to all blocks.
+        # Images are channels last. On GPUs this layout is slow, and would spread to all blocks.
         x = x.contiguous(memory_format=layout_on(x.device))
         x = self.stem(x)  # (B, W, H, H)
         skips = [x]  # outputs on the way down
@@ -558,7 +558,7 @@ class UNet(nn.Module):
         for block in [*self.middle, *self.ups]:
             if block.takes_skip:  # the newest skip has the resolution of this block
                 x = torch.cat([x, skips.pop()], dim=1)
-            # H is doubled after each level.
+            # H is doubled after each level but the last.
             x = run_block(block, self.cfg.checkpointing, x, emb, context, mask)
         return self.out(x)  # (B, 3 or 6, H, H)
 
@@ -581,9 +581,9 @@ def place(unet, device):
 def conditioning(batch, cfg, clip_model):
     """{"image_embed" (B, D), "text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)}.
 
-    It has only the entries that the model needs. Image embeddings in the batch describe whole
-    images. Without them, `clip_model` embeds "clip_image", the crops. `clip_model` also encodes the
-    captions, or their tokens.
+    Only the entries that the model needs are present. Image embeddings in the batch describe whole
+    images. Without them, `clip_model` embeds the crops in "clip_image". `clip_model` also encodes
+    the captions, or their tokens.
     """
     condition = {}
     if cfg.image_condition and "image_embed" in batch:
@@ -601,9 +601,10 @@ def conditioning(batch, cfg, clip_model):
 
 
 def augment_low_res(unet, low_res, timestep, noise):
-    """Noise augmentation (Imagen §2.4): (low_res with the noise of `timestep` (B,), `timestep`).
+    """Add the noise of `timestep` (B,) to low_res (Imagen §2.4); returns (low_res, timestep).
 
-    The model takes this timestep as an input. Without --low_res_noise: (low_res, None).
+    The model takes this timestep as an input. Without --low_res_noise, nothing is added, and the
+    timestep is None.
     """
     if not unet.cfg.low_res_noise:
         return low_res, None
@@ -774,7 +775,7 @@ def sample_images(
 
     condition = {name: copied(value) for name, value in condition.items()}  # (2B, …)
     drop = torch.arange(copies * count, device=device) >= first_dropped
-    if negative:  # it replaces "no conditions"
+    if negative:  # it replaces the dropped conditions
         for name, value in negative.items():
             condition[name][first_dropped:] = value
         drop = torch.zeros_like(drop)
@@ -901,7 +902,7 @@ def open_data(cfg, image_size, source, device):
                         f"{path}: has no embeddings; name the CLIP that makes them with --clip"
                     )
                 dataset.clip_size = clip_model.image_size
-        # Otherwise another CLIP, or embeddings of another length, would silently spoil training.
+        # Another CLIP, or embeddings of another norm, would silently spoil training.
         if clip_model:
             clip_model.check_widths(f"{path}, --clip {cfg.clip}", dataset.width)
         clips.check_source(cfg, dataset, path, clip_model)
@@ -976,11 +977,11 @@ def sample_metrics(
 ):
     """{metric: value} of images that a cascade samples for a split (dataset, indices). Collective.
 
-    They are the same on any number of ranks, up to rounding. The number of samples and the seed are
-    settings of the first U-Net. prior_fn: makes the image embeddings (see `load_prior`); default:
-    embeddings of the real images. grid_file: PNG to write, with eight real images above samples for
-    them, or "". judge: CLIP that computes the scores; default: `clip_model`. samples_dir:
-    folder for all samples, all real images and their captions, or "".
+    The metrics are the same on any number of ranks, up to rounding. The number of samples and the
+    seed are settings of the first U-Net. prior_fn: makes the image embeddings (see `load_prior`);
+    default: embeddings of the real images. grid_file: PNG to write, with eight real images above
+    samples for them, or "". judge: CLIP that computes the scores; default: `clip_model`.
+    samples_dir: folder for all samples, all real images and their captions, or "".
     """
     judge = judge or clip_model
     if samples_dir:  # `open_evaluation` checked that it is empty
@@ -1015,7 +1016,7 @@ def sample_metrics(
                     write_png(picture, path)
                     path.with_suffix(".txt").write_text(caption, encoding="utf-8")
 
-        # Compare images with their captions: by a CLIP and, on the built-in data, exactly.
+        # Compare images with their captions: with a CLIP and, on the built-in data, exactly.
         for name, values in images.caption_accuracy(dataset, keys, fake, real).items():
             correct[name] += values
         if judge:
@@ -1038,7 +1039,7 @@ def sample_metrics(
             metrics |= {
                 # CLIPScore (Hessel et al. 2021) in percent, without its factor of 2.5
                 "clip_score": float(100 * (fake * text).sum(1).clip(0).mean()),
-                # How often is the right image, or caption, the nearest of a hundred?
+                # How often the right image, or caption, is the nearest of a hundred
                 "picture_retrieval": clip.retrieval(fake, real, captions),
                 "caption_retrieval": clip.retrieval(fake, text, captions),
                 "caption_retrieval_ceiling": clip.retrieval(real, text, captions),
@@ -1051,7 +1052,7 @@ def sample_metrics(
 
 @dataclass(frozen=True)
 class CascadeConfig(config.Inference):
-    """The cascade; a list has one value per stage, and the last value is reused"""
+    """The cascade; lists have one value per stage, and further stages reuse the last one"""
 
     run_dir: tuple[str, ...] = field(
         ("runs/decoder",), "RUN_DIR used in training, or the run folders of the stages in order"
@@ -1135,13 +1136,13 @@ def load_cascade(args, device):
 def load_prior(args, decoder, clip_model, texts):
     """Load --prior; returns prior_fn(texts, keys, negative_text="") -> embeddings (texts, D).
 
-    decoder: the U-Net that takes the embeddings. texts (of this function): some examples, to note
-    if the prior cuts them. keys: one per text; with --seed they seed the noise.
+    decoder: the U-Net that takes the embeddings. texts: examples, to note whether the prior cuts
+    them. keys (of prior_fn): one per text; they seed the noise, together with --seed.
     """
     import train_prior  # the only place where a script imports another
 
     path = checkpoint.model_file(args.prior)
-    # The prior must use the same CLIP, and make embeddings of the same length.
+    # The prior must use the decoder's CLIP, and make raw embeddings if the decoder takes them.
     prior, contents = train_prior.load_prior(path, decoder.alpha.device)
     cfg = prior.cfg
     clip_model.check_widths(f"--prior {path}", *contents["widths"])
@@ -1332,7 +1333,7 @@ def train_stage(cfg, device):
             ema.update(state.step)
             progress.add(chunk_losses, grad_norm, step_batches)
 
-            # Log and save. After a signal to any rank, `loop.begin` saves and exits.
+            # Log and save. After a signal to any rank, all ranks stop, and `loop.begin` saves.
             if state.step % cfg.log_every == 0 or state.step == cfg.steps:
                 progress.log_line()  # synchronizes ranks and device
             if save_due():
@@ -1361,7 +1362,7 @@ def train(cfg):
         # Shared settings come from cfg, other settings from the preset or the defaults.
         stages.append(stage_config(**{**preset, **dataclasses.asdict(cfg), "stage": stage}))
     last = stages[-1]
-    # Check now, and not after training a stage, that images are large enough for the last stage.
+    # Check now, not after training a stage, that images are large enough for the last stage.
     dist.on_main(lambda: open_data(last, last.image_size, None, device)[0]["train"][0].check())
 
     # Train the stages in turn. Then evaluate them together, from embeddings of real images.
@@ -1452,7 +1453,8 @@ def sample(args):
     if not dist.is_main():  # a single process samples
         return
 
-    # Load the models. Upsamplers need no CLIP, and neither does unconditional sampling.
+    # Load the models. Upsamplers need no CLIP, nor does a base without text encodings if it samples
+    # unconditionally.
     unets, spec, fingerprint = load_cascade(args, device)
     if not any(unet.cfg.low_res_noise for unet in unets):
         config.check_unused(args, "without a stage that was trained with it", "low_res_noise")
@@ -1469,7 +1471,7 @@ def sample(args):
         if texts:
             prior_fn = load_prior(args, first_unet, clip_model, texts)
 
-    # Text number and sample number seed the noise, so the noise is the same in any batch. An
+    # The numbers of the text and the sample seed the noise, so it does not depend on the batch. An
     # interpolation uses the same noise for all samples.
     captions = []
     seeds = []
@@ -1530,7 +1532,7 @@ def sample(args):
         # Move to the CPU, so that max_batch bounds the device's memory.
         pictures += [*out.cpu().numpy()]  # uint8 (H, H, 3) each
 
-    # Write the grid, and each image.
+    # Write the grid and, with --pictures, each image.
     grid = media.captioned_grid(np.stack(pictures), captions, min(args.num_samples, 8))
     write_png(grid, args.out)
     print(f"wrote {args.out}: {len(pictures)} images of {size}x{size}")
@@ -1585,9 +1587,9 @@ DALLE2_256 = dict(
     batch_size=1024, steps=1_000_000,
     eval_steps=27,
 )
-# For thousands of captioned images. Both presets were run to the end on 6,000 emoji. The first is
-# for two CPU cores: a base for 32 pixels, and an upsampler. Its batches are small, to learn more
-# in the same time. The second is for one GPU: a base for 64 pixels (383 s on an H200).
+# For thousands of captioned images; both presets were run to completion on 6,000 emoji.
+# pictures-cpu is for two CPU cores: a base for 32 pixels, and an upsampler. Small batches let it
+# learn more in the same time. pictures-gpu is for one GPU: a base for 64 pixels (383 s on an H200).
 PICTURES = dict(eval_samples=100)  # retrieval compares a hundred images
 PICTURES_CPU = {
     "all": PICTURES,
@@ -1607,7 +1609,7 @@ PICTURES_CPU = {
 PICTURES_GPU = dict(
     stage="base",
     text_encodings=True,
-    image_size=64, width=96, channel_mult=(1, 2, 3, 4), num_res_blocks=2,  # 58 M weights
+    image_size=64, width=96, channel_mult=(1, 2, 3, 4), num_res_blocks=2,  # 58M parameters
     attention_levels=(2, 3), cond_width=256, dropout=0.1,
     batch_size=256, chunk_size=256, steps=1000, precision="bf16", workers=8,
     guidance_scale=3.0,

@@ -104,7 +104,7 @@ class Config(config.TrainingRun):
     )
     # Model: a transformer over the text and the noised image embedding
     width: PositiveInt = model_field(192, "width of the transformer")
-    # A few million parameters; the paper has a billion (--preset dalle2).
+    # By default a few million parameters; the paper's prior has a billion (--preset dalle2).
     depth: PositiveInt = model_field(4, "number of blocks")
     heads: PositiveInt = model_field(3, "number of attention heads")
     dropout: Fraction = field(0.0, "dropout in attention and feed-forward")
@@ -255,8 +255,8 @@ class Prior(nn.Module):
         )
         self.out = nn.Linear(width, embed_width)
 
-        # Scale of the image embeddings. At unit length, mean 0 and std 1/√D give x0 a norm of √D.
-        # For raw embeddings, `measure_embeddings` takes both from the data.
+        # Mean and std of image embeddings, for `standardize`. For embeddings of unit length, 0 and
+        # 1/√D give x0 a norm of √D. For raw ones, `measure_embeddings` takes both from the data.
         self.register_buffer("clip_mean", torch.zeros(embed_width))
         self.register_buffer("clip_std", torch.full((embed_width,), embed_width**-0.5))
 
@@ -276,7 +276,7 @@ class Prior(nn.Module):
 
     def standardize(self, embed):
         """CLIP image embeddings (…, D) -> x0 at the scale of the noise, with a norm of about √D."""
-        # Otherwise embeddings of length 1 would drown in noise of length √D.
+        # Without this, embeddings of length 1 would drown in noise of length √D.
         return (self.normalized(embed) - self.clip_mean) / self.clip_std
 
     def destandardize(self, x0):
@@ -318,8 +318,8 @@ class Prior(nn.Module):
           1 0 1 | 0 1 | 0 1 | 0 1
         """
         prefix_len = is_text.shape[1]
-        # Each draw is one group, and so is each text token: a token whose predecessors are all
-        # padding still sees itself, because a row of the softmax must not be empty.
+        # Each draw is a group. So is each prefix token, so that it sees at least itself: a row of
+        # the softmax must not be empty.
         group = torch.arange(prefix_len + draws, device=is_text.device)
         group = torch.cat([group, group[prefix_len:], group[prefix_len:]])
         same_group = group[:, None] == group
@@ -350,7 +350,7 @@ class Prior(nn.Module):
         positions = self.positions.weight[-3:, None]
         noised = noised + positions.to(noised.dtype)
         tokens = torch.cat([text, noised.flatten(1, 2)], dim=1)  # (B, P + 3K or 3K, W)
-        # These tokens attend to themselves and to the cache.
+        # Keep the mask's rows for these tokens. Its columns cover the cache as well.
         mask = mask[..., -tokens.shape[1] :, :]
         # The last K tokens are the learned queries.
         return self.out(self.transformer(tokens, mask, cache=cache, num_last=x_t.shape[1]))
@@ -424,7 +424,7 @@ def sample_embeddings(
     negative=None,
     candidates=1,
 ):
-    """Sample image embeddings (B · candidates, D), ordered by text, for `conditioning` of B texts.
+    """Sample image embeddings (B · candidates, D), ordered by text, for the conditions of B texts.
 
     They are raw or of unit length, like the embeddings that the model was trained on. noise_fn(x):
     noise with the shape of x. negative: the `conditioning` of a negative text, for guidance.
@@ -447,7 +447,8 @@ def sample_embeddings(
     text = prior.text_cache(condition, drop)  # once for all candidates and steps
     text = tree_map(lambda x: x.repeat_interleave(candidates, 0), text)
 
-    # Bound on |x0|. At unit length, x0 has a norm of √D, so no component is larger than √D.
+    # Bound on each component of x0. If embeddings are not raw, x0 has a norm of √D, which no
+    # component can exceed.
     bound = cfg.x0_bound if cfg.raw_embeddings else prior.embed_width**0.5
 
     def denoise(x_t, timestep):
@@ -482,8 +483,9 @@ def best_embeddings(
     """Sample image embeddings (texts · num_samples, D), ordered by text.
 
     Each is the best of `best_of` candidates: the most similar to its text (DALL-E 2 §2.2).
-    condition: `conditioning` of the texts. keys: one per text. (seed, key, number) seeds the noise
-    of each candidate, so the noise is the same in any batch. negative: see `sample_embeddings`.
+    condition: `conditioning` of the texts. keys: one per text. (seed, key, candidate
+    number) seeds the noise, so it does not depend on the batch. negative: see
+    `sample_embeddings`.
     """
     candidates = num_samples * best_of  # per text
     seeds = []
@@ -573,7 +575,7 @@ def sample_metrics(prior, splits, split, clip_model):
 def builtin_scores(prior, splits, split, clip_model):
     """caption_match and coverage at the largest of eval_timesteps, and their ceilings. Collective.
 
-    They exist only for the built-in data, see `synthetic.embedding_scores`; otherwise {}.
+    Only the built-in data has them (see `synthetic.embedding_scores`); otherwise the result is {}.
     """
     from common.data import synthetic
 
@@ -622,7 +624,7 @@ def open_data(cfg, source, device, widths=None):
         if clip_model:  # a CLIP with other widths cannot have made these embeddings
             clip_model.check_widths(f"--clip {spec} for {path}", dataset.width, encoding_width)
         clips.check_source(cfg, dataset, path, clip_model)
-        if with_captions:  # note cut texts now: samples do not show that their text was cut
+        if with_captions:  # say now if texts are cut, because samples do not show it
             if cfg.text_encodings:
                 encoding_width = clip_model.encoding_width
             texts = []
@@ -647,14 +649,15 @@ def open_data(cfg, source, device, widths=None):
         "widths": widths,
         "clip": spec,
         "clip_fingerprint": fingerprint,
-        # `sample --text_embeds` compares its embeddings to this norm.
+        # `sample --text_embeds` compares the norm of its embeddings to this.
         "text_norm": datasets[0].text_embeds.median_norm,
     }
     return order.splits(datasets[0], cfg, *datasets[1:]), clip_model, info
 
 
 def train(cfg):
-    # Join the process group. Rank 0 locks the run folder, then all ranks open the data.
+    # Join the process group, and make the built-in data if needed. Rank 0 locks the run folder,
+    # then all ranks open the data.
     device = dist.setup(cfg.device, cfg.timeout_minutes, cfg.deterministic)
     if cfg.data == "shapes":
         from common.data import embed
@@ -740,7 +743,7 @@ def train(cfg):
             ema.update(state.step)
             progress.add(chunk_losses, grad_norm, step_batches)
 
-            # Log and save. After a signal to any rank, `loop.begin` saves and exits.
+            # Log and save. After a signal to any rank, all ranks stop, and `loop.begin` saves.
             if state.step % cfg.log_every == 0 or state.step == cfg.steps:
                 progress.log_line()  # synchronizes ranks and device
             if save_due():
@@ -858,7 +861,7 @@ def read_text_embeddings(path, prior, median_norm):
             f"{path}: {rows} rows of width {width}; expected at least one of width "
             f"{prior.embed_width}, with finite numbers"
         )
-    # Raw embeddings are not normalized, so the model would misread another length.
+    # The model does not normalize raw embeddings, so those of another length would mislead it.
     length = embeds.norm(dim=1).median()
     if prior.cfg.raw_embeddings and median_norm and not 0.5 < length / median_norm < 2:
         raise UserError(
@@ -902,7 +905,7 @@ def sample(args):
         best_of = 1  # there is no text to compare candidates with
     cfg.check_sampling(guidance_scale, steps)
 
-    # Sample a few texts at a time: each condition is repeated for every candidate.
+    # Sample a few texts at a time, because each condition is repeated for every candidate.
     samples = []
     count = args.max_batch // (args.num_samples * best_of) or 1
     for number, batch in enumerate(accumulate.batches(inputs, count)):
@@ -939,13 +942,13 @@ PICTURES = dict(
     dropout=0.1, validation=0.03, test=0.03, guidance_scale=2.0, eval_timesteps=(8, 64)
 )
 PRESETS = {
-    # For thousands of captioned images. Both were run to the end on 6,000 emoji: the first on two
-    # cores, the second on one H200 (79 s).
+    # For thousands of captioned images; both were run to completion on 6,000 emoji: pictures-cpu on
+    # two cores, and pictures-gpu on one H200 (79 s).
     "pictures-cpu": dict(PICTURES, steps=1000, eval_every="125"),
     "pictures-gpu": dict(
         PICTURES,
         text_encodings=True, text_source="clip",
-        width=512, depth=6, heads=8,  # 20 M weights
+        width=512, depth=6, heads=8,  # 20M parameters
         batch_size=512, steps=500, lr=1e-3, eval_every="125", precision="bf16",
     ),
     # The diffusion prior of DALL-E 2's Table 3, but with a public CLIP.
