@@ -810,8 +810,7 @@ def train_transformer(cfg, device):
     if run.results:  # the run is finished
         return loop.announce(run, cfg)
 
-    # Tokenize all recordings that an earlier start has not tokenized. The semantic stage fits its
-    # k-means first.
+    # Tokenize all recordings that are not tokenized yet. The semantic stage fits its k-means first.
     if cfg.stage == "semantic":
         kmeans = tokens.fit_kmeans(run, dataset, indices, cfg, device, make_features)
         made_with = {"kmeans": kmeans.checksum}

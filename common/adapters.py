@@ -15,10 +15,12 @@ def start(model, cfg, sha256):
     """Load the averaged weights of --init_from into `model`, and add adapters of rank --lora_rank.
 
     With --precision bf16 or fp16, the frozen matrices are stored in that type, because autocast
-    would cast them anyway. For a prior with 106 M weights, a step then takes 16 to 26 % less memory
-    on a CPU. Returns (adapters, {"rank", "base", "base_sha256", "source"}); the dict becomes the
-    entry "lora" of the run's files. source: where the base was imported from, or else its path.
-    sha256: hash of the --init_from file. Collective. UserError if the file contains a different
+    would cast them anyway. For a prior with 106 M weights, a step then takes 16% to 26% less memory
+    on a CPU.
+
+    sha256: hash of the --init_from file. Returns (adapters, {"rank", "base", "base_sha256",
+    "source"}). The dict becomes the entry "lora" of the run's files. Its "source" is where the base
+    was imported from, or else its path. Collective. UserError if the file contains a different
     model, or adapters.
     """
     path = cfg.init_from

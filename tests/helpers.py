@@ -407,7 +407,7 @@ def write_pipeline(folder):
 
 
 def published_codec(folder, kind, **settings):
-    """Save a tiny random codec of this `kind`, whose codes vary, to `folder`, and load it."""
+    """Save a tiny codec of this `kind` to `folder`, and load it. Codes vary with the audio."""
     transformers = pytest.importorskip("transformers")
     settings = {**CODECS[kind], "sampling_rate": 8000, "codebook_size": 16, **settings}
     model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **settings))

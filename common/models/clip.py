@@ -123,7 +123,7 @@ class Encoder(nn.Module):
     def check_fingerprint(self, where, fingerprint):
         """Raise a UserError that starts with `where`, unless the CLIP has this `fingerprint`.
 
-        None is not checked, and fingerprints of open_clip models are not compared.
+        A `fingerprint` of None is not checked, nor are those of open_clip models.
         """
         found = self.fingerprint()
         if fingerprint and found != fingerprint and "open_clip:" not in found + fingerprint:
@@ -239,11 +239,12 @@ def contrastive_loss(logits, group):
 
 
 def retrieval(queries, references, captions):
-    """The fraction of queries (N, D) whose nearest of 100 references (N, D) has the same caption.
+    """The fraction of queries (N, D) whose nearest reference in their group has the same caption.
 
-    Queries and references are numpy embeddings of images or texts, of unit length. Row i of both
-    belongs to caption i. Rows are compared within consecutive groups of 100, and a remainder is
-    ignored. With captions as references, this is AttnGAN's R-precision (Xu et al. 2018, §4).
+    Queries and references (N, D) are numpy embeddings of images or texts, of unit length. Row i of
+    both belongs to caption i. Groups are 100 consecutive rows, or all if there are fewer. The rows
+    after the last whole group are ignored. With captions as references, this is AttnGAN's
+    R-precision (Xu et al. 2018, §4).
     """
     captions = np.array(captions, object)  # otherwise numpy pads every caption to the longest
     gallery = min(GALLERY, len(captions))

@@ -206,7 +206,7 @@ def bench_step(args, stage):
 def bench_generate(args, stage):
     """Time the generation of about --tokens codes per sample, given the earlier streams.
 
-    For fine, the earlier stream is cut to the number of frames that are generated.
+    For the stage "fine", the earlier stream is cut to the number of frames generated.
     """
     _, model, samples = make(args, stage)
     model.eval().requires_grad_(False)
