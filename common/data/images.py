@@ -38,7 +38,7 @@ BUILTIN_ROWS = 25_000  # number of captioned shapes
 # int(MIDDLE * n) is the middle one of n possible positions of a square. If n is even, it is the
 # first of the middle two; 1/2 would give the second.
 MIDDLE = 0.4999999
-# Used in place of random numbers (area, down, right, mirror): the largest central square.
+# In place of random numbers (area, down, right, mirror): the largest central square, not mirrored.
 CENTRAL = (1, MIDDLE, MIDDLE, 1)
 
 

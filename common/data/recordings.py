@@ -317,7 +317,8 @@ def read_transcripts(folder, audio, others):
     no recordings, it belongs to those with the same path apart from the folders in KINDS. In VCTK,
     txt/p225 thus belongs to wav48/p225. The folders of two speakers never match.
 
-    A note tells how many transcripts are empty or have no recording. UserError if one is not text.
+    A note tells how many transcripts have no recording, or are lines without text. UserError if a
+    file is not text.
     """
 
     def elsewhere(path):

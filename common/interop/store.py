@@ -72,7 +72,7 @@ class Saver:
 
     kind: str = "checkpoint"  # or "model": the latest copy has only averaged weights and settings
     save_latest_to: str = ""  # a path, which may contain names from `path_values` in braces
-    save_best_to: str = ""  # a path for best.pt
+    save_best_to: str = ""  # a path for best.pt, which has only the model
     save_meta_to: str = ""  # a folder for metadata.json and config.json
 
     def send(self, event, entry, run):

@@ -11,7 +11,7 @@ LOUDNESS = 0.1  # root mean square after normalization; EnCodec normalizes files
 LEVEL_SECONDS = 10  # the loudness of a long recording is measured on this many seconds
 MOST_GAIN = 30.0  # maximum gain, so that near-silence is not amplified to full loudness
 BLOCK_FRAMES = 1_500  # frames of codes or semantic tokens that `in_blocks` computes at a time
-MARGIN = 1024  # minimum padding before the FFT, so that the ends do not wrap around
+MARGIN = 1024  # minimum samples of silence appended for the FFT, so that ends do not wrap around
 
 # Resampling and loudness
 

@@ -252,7 +252,7 @@ class Transformer(nn.Module):
         return x
 
     def step(self, x, cache):
-        """Process the next token of every sample, x (B, D) -> (B, D), and append it to `cache`."""
+        """Process the next token of every sample, x (B, D) -> (B, D); append it to the KVCache."""
         # Positions (B, 1, 1), to broadcast over heads and tokens: each sample has its own.
         table = rotary_table(cache.length[:, None, None], self.rotary_dim)
         mask = cache.mask[..., : cache.filled + 1]
@@ -301,7 +301,7 @@ class NullText(nn.Module):
             self.register_buffer("text_mask", torch.ones(1, length, dtype=torch.bool))
 
     def fill(self, condition):
-        """Fill the buffers from the `condition` {name: (1, …)} of the text ""."""
+        """Fill the buffers from the `condition` {name: (1, …)} of "". Other names are ignored."""
         self.load_state_dict(condition, strict=False)
 
     def forward(self, condition, drop):

@@ -45,7 +45,7 @@ class CausalUpsample(nn.ConvTranspose1d):
 
 
 class FastELU(torch.autograd.Function):
-    """ELU for fp32 on CPUs. With AVX-512, torch's takes up to 8 times as long."""
+    """ELU for fp32 on CPUs, up to rounding. With AVX-512, torch's takes up to 8 times as long."""
 
     @staticmethod
     def forward(ctx, x):
