@@ -115,7 +115,7 @@ class SharedConfig(config.TrainingRun):
     """Run, data and optimization (all stages)"""
 
     stage: str = field(
-        "all", "stage to train; all: in turn, with only the shared settings", fixed=True
+        "all", "stage to train; all: in turn; takes only the shared settings", fixed=True
     )
     preset: str = field("", "named settings: speech-small, audiolm-16khz; --config and flags win")
     run_dir: str = field("runs/audio", "folder of the runs; each stage has RUN_DIR/STAGE")

@@ -120,7 +120,7 @@ class SharedConfig(config.TrainingRun):
     """Stage and data"""
 
     stage: Literal["all", "base", "upsample"] = field(
-        "all", "stage to train; all: in turn, with only the shared settings"
+        "all", "stage to train; all: in turn; takes only the shared settings"
     )
     preset: str = field(
         "",

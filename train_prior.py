@@ -198,7 +198,8 @@ class Config(config.TrainingRun):
     def check_sampling(self, guidance_scale, steps):
         """UserError if the model cannot sample with these settings.
 
-        A model trained with --text_drop 0 has not learned "no text", so it cannot be guided.
+        A model trained with --text_drop 0 has not learned "no text", so it always needs a text, and
+        cannot be guided.
         """
         if not 1 <= steps <= self.timesteps:
             raise UserError(f"{steps} sampling steps: expected 1 to {self.timesteps}")
@@ -676,7 +677,7 @@ def train(cfg):
     prior = Prior(cfg, *info["widths"]).to(device)
     if clip_model:
         prior.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
-    if cfg.raw_embeddings:  # `restore` replaces the result if it loads a model
+    if cfg.raw_embeddings:  # a model loaded below has its own statistics
         batch, usable = dataset.fetch(order.some_of(indices, 10_000))
         prior.measure_embeddings(batch["image_embed"][usable])
     trainable = prior  # with LoRA: only the adapters
@@ -727,7 +728,7 @@ def train(cfg):
                         # Randomness depends only on (seed, step, chunk), not on the rank.
                         accumulate.seed_all(cfg.seed, state.step, chunk.index)
                         batch = loader.to_device(batch, device)
-                        condition = conditioning(batch, cfg, clip_model)  # outside autocast
+                        condition = conditioning(batch, cfg, clip_model)  # the CLIP is in fp32
                         with amp.autocast(device, cfg.precision):
                             loss = diffusion_loss(prior, batch, condition)
                         # Chunk weights sum to 1, so the gradients add up to the gradient of the

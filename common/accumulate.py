@@ -20,7 +20,7 @@ class Chunk(NamedTuple):
     index: int  # number of the chunk in its batch
     start: int  # position of its first sample in the batch
     size: int  # number of samples
-    weight: float  # share of the batch; summing weight · chunk loss gives the batch's mean loss
+    weight: float  # share of the batch; the sum of weight · mean loss is the batch's mean loss
 
 
 def chunk_size_for(batch_size, world_size, most):

@@ -109,7 +109,7 @@ def save(contents, path):
 
 
 def load(path, *entries, mmap=False):
-    """Load the contents of `path` to the CPU. UserError if it is missing or damaged.
+    """Load the contents of `path` to the CPU. UserError if it is missing, damaged, or not ours.
 
     entries: names that it must contain besides "model". mmap: read tensors only when they are used.
     """

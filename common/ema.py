@@ -99,7 +99,7 @@ class EMA:
     def load_state_dict(self, state):
         """Copy the averages from `state`; a ValueError names what differs.
 
-        All other entries are ignored: they are loaded with the model.
+        All other entries must fit, too, but are not copied: they are loaded with the model.
         """
         different = sorted(shapes(state) ^ shapes(self.state_dict()))
         if different:

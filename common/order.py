@@ -159,9 +159,9 @@ def hash_keys(keys, seed):
 def split_hashes(hashes, split, validation, test):
     """The samples in a split ("train", "validation" or "test"), by the hashes (n,) of their keys.
 
-    validation, test: approximate fractions. If one of these splits would be empty, it gets the
-    training key with the smallest hash. The training split is a Complement; the others are
-    ascending int64 arrays.
+    validation, test: approximate fractions. If a split with a fraction above 0 would be empty,
+    it gets the training key with the smallest hash. The training split is a Complement; the others
+    are ascending int64 arrays.
     """
     splits = (hashes >= validation).astype(np.int8) + (hashes >= validation + test)
     for number, share in enumerate((validation, test)):

@@ -25,7 +25,7 @@ from common import accumulate, adapters, checkpoint, config, dist, optim
 from common.config import UserError
 from common.ema import EMA
 
-KEEP = 3  # number of checkpoints to keep; --save can copy older ones elsewhere
+KEEP = 3  # number of checkpoints to keep; --save can keep copies of others elsewhere
 
 # State
 
@@ -258,7 +258,7 @@ class RunFolder:
         checkpoint.save(contents | entries, self.folder / file)
 
     def drop_from(self, step):
-        """Drop checkpoints of `step` and later from the record: no run must resume from them."""
+        """Drop checkpoints of `step` and later from the record, so that no run resumes there."""
         if dist.is_main():
             self.checkpoints = [entry for entry in self.checkpoints if entry["step"] < step]
             self.write_record()

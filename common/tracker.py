@@ -40,7 +40,7 @@ class Logger:
         """Store a file. It is called with config.json whenever a run starts or resumes."""
 
     def finish(self, error):
-        """End logging. error: an Exception, SystemExit after a signal, or None."""
+        """End logging. error: what ended the run: Exception, SystemExit (a signal) or None."""
 
 
 LOGGERS = {"console": Logger}
