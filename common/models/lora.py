@@ -1,6 +1,6 @@
 """Low-rank adapters: LoRA (Hu et al. 2021, §4.1) on the attention projections of any module.
 
-An adapted layer uses weight + scale · B A (alpha equals the rank). Only the adapters are saved.
+An adapted layer uses weight + B A (alpha equals the rank). Only the adapters are saved.
 """
 
 import torch
@@ -25,11 +25,10 @@ class Adapter(nn.Module):
         a = torch.randn(rank, columns, device=weight.device) * columns**-0.5
         self.A = nn.Parameter(a)
         self.B = nn.Parameter(torch.zeros(rows, rank, device=weight.device))
-        self.scale = 1.0
 
     def forward(self, weight):
-        change = self.scale * (self.B @ self.A)
-        return (weight.float() + change).to(weight.dtype)
+        adapted = weight.float() + self.B @ self.A
+        return adapted.to(weight.dtype)
 
 
 def cast_matrices(model, dtype):
