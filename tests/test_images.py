@@ -229,25 +229,40 @@ def test_files_that_are_not_used_are_counted_and_a_key_ends_at_the_last_dot_in_t
     assert capsys.readouterr().err == f"note: {tmp_path / path}: skipped {unused}\n"
 
 
+JOINED = "a.jpg a.txt b.txt b.jpg "
+
+
 @pytest.mark.parametrize("names, pairs", {  # positions of each image and its caption
-    "a.jpg a.txt b.txt b.jpg": "01 32",
-    "a.jpg b.jpg LICENSE c.jpg a.txt b.txt c.txt": "04 15 36",
-    "a.jpg a.txt b.txt b.jpg a.jpg a.txt": "32 45",
-    "a.jpg a.txt b.txt b.jpg a.txt a.jpg": "32 54",
-    "a.jpg b.jpg a.txt b.txt a.jpg b.jpg a.txt b.txt": "46 57",
-    "a.jpg a.txt b.jpg b.txt a.jpg": "23",  # the last a.jpg lacks its caption
+    JOINED + "a.jpg a.txt": "32 45",
+    JOINED + "a.json a.png a.txt": "32 56",
+    "a.jpg b.jpg a.webp a.txt b.txt": "14 23",  # a.jpg lacks its caption
+    JOINED + "a.txt": "01 32",
+    JOINED + "a.webp b.txt": "01 32",
+    JOINED + "a.jpg c.jpg a.txt c.txt": "32 46 57",
+    JOINED + "b.jpg a.jpg b.txt a.txt": "46 57",  # b.jpg ends one part and begins the next
+    JOINED + "d.jpg a.jpg d.txt e.txt": "01 32 46",
+    "a.txt b.jpg b.txt c.jpg c.txt a.jpg a.txt": "12 34 56",
+    "a.jpg b.jpg LICENSE c.jpg LICENSE a.txt b.txt c.txt": "05 16 37",
+    "a.jpg a.jpg a.txt b.txt b.jpg b.jpg c.jpg c.txt": "12 43 67",
 }.items())
-def test_of_a_name_that_comes_again_in_a_tar_the_last_sample_counts_with_its_own_caption(
+def test_of_a_name_that_comes_again_in_a_tar_the_last_picture_counts_with_the_caption_of_its_place(
         names, pairs, tmp_path, capsys):
-    names = names.split()
-    for number, name in enumerate(names):
-        write_tar(tmp_path / "0.tar", {name: f"{number}".encode()}, "a")
+    for place, name in enumerate(names.split()):
+        write_tar(tmp_path / "0.tar", {name: f"{place}".encode()}, "a")
     dataset = images.CaptionedImages(tmp_path)
     found = [dataset.read(i, "image").decode() + dataset.caption(i) for i in range(len(dataset))]
     assert " ".join(sorted(found)) == pairs
     note = capsys.readouterr().err
-    assert ("duplicate names" in note) == (len(names) > len(set(names)))
-    assert ("1 without an extension" in note) == ("LICENSE" in names)
+    assert " duplicate names" in note
+    assert (", 1 without an extension" in note) == ("LICENSE" in names)
+
+
+def test_of_a_name_that_comes_again_without_a_caption_the_last_picture_counts(tmp_path):
+    names = "a.jpg a.npy b.jpg a.npy"
+    for place, name in enumerate(names.split()):
+        write_tar(tmp_path / "0.tar", {name: f"{place}".encode()}, "a")
+    dataset = images.CaptionedImages(tmp_path, needs_captions=False)
+    assert [dataset.read(i, "image") for i in range(len(dataset))] == [b"0", b"2"]
 
 
 def test_a_tar_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from helpers import awake
 from torch import nn
 from torch.testing import assert_close
 
+from common.config import UserError
 from common.models import lora
 from common.models import nn as layers
 
@@ -44,6 +45,8 @@ def test_only_the_layers_of_attention_are_adapted():
         for layer in ("query", "key_value", "out"):
             names.append(f"transformer/blocks/{i}/attention/{layer}")
     assert list(lora.inject(Small(), 2)) == names  # not the last layer, though its name is "out"
+    with pytest.raises(UserError, match="--lora_rank: the model has no attention layers to adapt"):
+        lora.inject(nn.Sequential(nn.Linear(2, 2)), 2)
 
 
 @pytest.mark.parametrize("scale", [1.0, -0.3, 0.0])

@@ -155,15 +155,20 @@ def test_a_folder_tree_is_read_in_the_order_of_names_mixed_down_and_resampled(tm
         assert_close(dataset.wave(i), expected)
 
 
-def test_channels_are_mixed_down_which_is_said_once(tmp_path, capsys):
-    channels = noise(2, 3000)
-    files = dict.fromkeys(["a.wav", "b.wav"], wav(channels, 8000))
+def test_channels_are_mixed_down_which_is_said_once_unless_they_cancel_out(tmp_path, capsys):
+    left = noise(1, 3000)[0]
+    hum = 0.02 * noise(1, 3000, 1)[0]  # all that mixing down would leave
+    alike = wav(np.stack([left, 0.5 * left]), 8000)
+    opposite = wav(np.stack([0.5 * left, hum - 0.45 * left]), 8000)
+    files = {"a.wav": alike, "b.wav": opposite, "c.wav": alike, "d.wav": opposite}
     dataset = Recordings(write_files(tmp_path, files), 8000)
-    for i in range(2):
-        expected = as_loud(torch.from_numpy(channels.mean(0)))
-        assert_close(dataset.wave(i), expected, atol=1e-3, rtol=0)
+    for i in range(4):
+        assert_close(dataset.wave(i), dataset.wave(0), atol=1e-3, rtol=0)
     err = capsys.readouterr().err
     assert err.count("recordings with several channels are mixed down") == 1
+    assert err.count("channels that cancel out are not mixed; the loudest is used") == 1
+    recordings.mix_down(np.stack([left] + 14 * [0 * left]), "one of 15 microphones")
+    assert "15 microphones: channels that cancel" not in capsys.readouterr().err
 
 
 def test_workers_that_read_ahead_say_once_that_channels_are_mixed_down(tmp_path, capfd):

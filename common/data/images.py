@@ -262,30 +262,44 @@ def list_tar(tar, unused):
 
 
 def group(members, pattern, unused):
-    """Group files into samples (KEY, {lowercase extension: (extension, offset, size)}).
+    """Yield samples (KEY, {lowercase extension: (extension, offset, size)}).
 
     KEY includes folders. members: (name, offset, size) of files. Names that do not match `pattern`,
     such as those of hidden files, are ignored. unused: a Counter of the files that are not used.
 
-    All files with the same KEY form a sample, even if they are far apart in a tar, because captions
-    may be stored apart from images. A second file with the same extension begins a new sample,
-    which replaces the earlier sample with this KEY, just as a later file in a tar replaces an
-    earlier one of the same name.
+    Neighboring files with the same KEY and different extensions form a place. The places of a KEY
+    are joined to one sample, because captions may be stored apart from images. But a place with an
+    extension that the sample already has, or with a second image, begins a new sample, as in
+    concatenated tars. As in tar, the last sample of a KEY counts: the last with image and caption,
+    or else the last with an image.
     """
-    samples = {}  # {KEY: its last sample}
+    places_of = collections.defaultdict(list)  # {KEY: its places}
+    last = None  # KEY of the previous file
     for name, offset, size in members:
         match = re.fullmatch(pattern, files.nfc(name))
         if not match:
             continue
         key, extension = match.groups()
         kind = extension.lower() or "without an extension"
-        if kind in samples.setdefault(key, {}):
-            unused["duplicate names"] += 1
-            samples[key] = {}
-        samples[key][kind] = extension, offset, size
-    for sample in samples.values():
+        places = places_of[key]
+        if key != last or kind in places[-1]:
+            places.append({})
+        places[-1][kind] = extension, offset, size
+        last = key
+
+    for key, places in places_of.items():
+        samples = [{}]
+        for place in places:
+            images = pick(place, IMAGES) and pick(samples[-1], IMAGES)
+            if images or pick(place, samples[-1]):
+                samples.append({})
+            samples[-1].update(place)
+        with_image = [each for each in samples if pick(each, IMAGES)]
+        whole = [each for each in with_image if pick(each, CAPTIONS)]
+        sample = (whole or with_image or samples)[-1]
+        unused["duplicate names"] += len(samples) - 1
         unused.update(sample.keys() - USED)
-    return samples.items()
+        yield key, sample
 
 
 def pick(sample, kinds):

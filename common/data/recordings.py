@@ -104,9 +104,17 @@ def note_once(text):
 
 
 def mix_down(channels, path):
-    """The mean (T,) of NumPy `channels` (C, T). Prints a note, once per `path`, if C > 1."""
+    """The mean (T,) of NumPy `channels` (C, T), or the loudest channel if they cancel out.
+
+    Prints a note, once per `path`, about either case.
+    """
     if len(channels) > 1:
         note_once(f"{path}: recordings with several channels are mixed down to one")
+    energy = np.square(channels).sum(1)
+    energy_of_sum = np.square(channels.sum(0)).sum()
+    if energy_of_sum < 0.04 * energy.max():  # for two channels, the mean is 20 dB lower
+        note_once(f"{path}: channels that cancel out are not mixed; the loudest is used")
+        return channels[energy.argmax()]
     return channels.mean(0)
 
 

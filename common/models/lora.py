@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from common.config import UserError
+
 # The attention projections in models/nn.py
 ATTENTION = ("attention.query", "attention.key_value", "attention.out")
 
@@ -53,6 +55,8 @@ def inject(model, rank):
             adapter = Adapter(layer.weight, rank)
             parametrize.register_parametrization(layer, "weight", adapter)
             adapters[name.replace(".", "/")] = adapter
+    if not adapters:
+        raise UserError("--lora_rank: the model has no attention layers to adapt; leave it out")
     return adapters
 
 
