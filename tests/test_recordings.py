@@ -260,6 +260,10 @@ LAYOUTS = {
     "a tree of transcripts beside speakers": (
         {"txt/s1/1.txt": b"one", "txt/s3/1.txt": b"three"},
         {"s1/1.wav": ("one", "s1"), "s2/1.wav": ("", "s2"), "s3/1.wav": ("three", "s3")}),
+    "two corpora": (
+        {"A/a.trans.txt": b"1 one\n2 wrong", "B/b.trans.txt": b"1 first"},
+        {"A/wavs/1.wav": ("one", "wavs"), "B/wavs/1.wav": ("first", "wavs"),
+         "B/wavs/2.wav": ("", "wavs")}),
     "accents in both forms of Unicode": (
         {"\xfc/\xe4.txt": b"one", "1-8.trans.txt": "\xf6 two".encode()},
         {"u\u0308/a\u0308.wav": ("one", "u\u0308"), "o\u0308.wav": ("two", "")}),
