@@ -385,7 +385,7 @@ def test_a_file_of_another_model_is_refused_in_one_line_with_the_names_that_diff
 
 
 def test_a_shard_cut_off_while_it_is_read_is_one_line(tmp_path):
-    """Promise 8: opening the file again ends in one line.
+    """Promise 8: reopening the file fails with a one-line error.
 
     Reading it through the earlier memory map would crash the process.
     """

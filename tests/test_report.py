@@ -64,3 +64,11 @@ def test_the_newest_samples_are_in_the_page_byte_for_byte(page):
 
 def test_the_page_needs_no_other_file_and_runs_nothing(page):
     assert not re.search("http|@import|<script|<link|<b>| on[a-z]+=", page)
+
+
+def test_a_run_without_samples_has_no_heading_for_them(tmp_path):
+    checkpoint.write_json({}, tmp_path / "config.json")
+    report.write(tmp_path, [{"step": 1, "loss": 1.0}])
+    assert re.findall("<h2>(.*?)</h2>", (tmp_path / "report.html").read_text()) == [
+        "Curves", "Newest metrics", "Settings",
+    ]

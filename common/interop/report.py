@@ -35,12 +35,13 @@ def write(folder, lines):
                 curves[name].append((metrics["step"], value))
     samples = newest.pop("samples", {})
     figures = [figure(folder / file, caption) for file, caption in samples.items()]
+    newest_samples = f"<h2>Newest samples</h2><div>{''.join(figures)}</div>" if figures else ""
     charts = [chart(name, points) for name, points in curves.items() if len(points) > 1]
     settings = config.read_json(folder / "config.json")
     title = html.escape(str(folder))
     page = f"""<!doctype html><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>
 <h1>{title}</h1>
-<h2>Newest samples</h2><div>{"".join(figures)}</div>
+{newest_samples}
 <h2>Curves</h2><div>{"".join(charts)}</div>
 <h2>Newest metrics</h2>{table(newest)}
 <h2>Settings</h2>{table(settings)}"""

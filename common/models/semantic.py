@@ -22,12 +22,13 @@ from common.models import quantize
 from common.models.audio import in_blocks, log_mel, resample
 
 FRAME_RATE = 50  # tokens per second
-# Settings of MFCC
+LLOYD_ROUNDS = 30  # iterations of k-means
+
+# MFCC settings
 HOP = 160  # samples
 WINDOW = 400  # samples
 FLOOR = 1e-3  # minimum mel magnitude
 MEL_BINS = 26
-LLOYD_ROUNDS = 30  # iterations of k-means
 
 
 class MFCC:

@@ -37,7 +37,7 @@ class CausalConv(nn.Conv1d):
 
 
 class CausalUpsample(nn.ConvTranspose1d):
-    """Transposed convolution with a kernel of two strides: (B, C, T) -> (B, C', T · stride)."""
+    """Transposed convolution with kernel size 2 · stride: (B, C, T) -> (B, C', T · stride)."""
 
     def forward(self, x):
         out = super().forward(x)
