@@ -432,7 +432,7 @@ class UNet(nn.Module):
     """Denoiser of one stage of DALL-E 2's decoder (§2.1), with the architecture of ADM and GLIDE.
 
     B batch, W width, H image size, D width of CLIP embeddings, L text length, J number of context
-    tokens, E their width. An upsampler has no conditions, so `widths` is [0, 0].
+    tokens, E their width. An upsampler has no CLIP or text conditions, so its `widths` are [0, 0].
     """
 
     def __init__(self, cfg, embed_width, encoding_width=0):

@@ -407,10 +407,10 @@ def identify(run, cfg, splits, **others):
 
 
 def check_identity(path, identity):
-    """UserError unless the checkpoint `path` has the same identity.
+    """Raise a UserError unless the checkpoint at `path` has this `identity`.
 
-    A value of None is unknown, and matches any value. Names that only one identity has are ignored,
-    because a fork may have added or removed settings.
+    None means unknown, and matches any value. Names that only one identity has are ignored, because
+    a fork may have added or removed settings.
     """
     contents = checkpoint.load(path, mmap=True)
     if "training" not in contents:

@@ -2,7 +2,7 @@
 
 Docstrings of tests name the promises to users that they check: 1 resuming is exact, 2 a run is
 saved after a signal, 3 nothing saved is lost, 4 non-finite values are not saved, 5 files are loaded
-safely, 6 all ranks end together, 7 a bad sample is replaced, 8 a mistake ends in one line,
+safely, 6 all ranks end together, 7 a bad sample is replaced, 8 a user error prints one line,
 9 results repeat, 10 a fork (a user's changed copy of this code) works.
 """
 import concurrent.futures

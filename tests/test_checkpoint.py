@@ -275,7 +275,7 @@ def test_the_contents_of_a_model_are_those_of_a_checkpoint_without_what_only_tra
 
 
 def test_a_mistake_in_a_forks_model_is_not_blamed_on_its_file(tmp_path):
-    """Promises 8 and 10: only mistakes of users end in one line; a fork's bug has a traceback."""
+    """Promises 8 and 10: only user errors print one line; a fork's bug has a traceback."""
     path = tmp_path / "x.pt"
     written = write_checkpoint(path)
 

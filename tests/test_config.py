@@ -174,7 +174,7 @@ def test_what_the_user_gave_is_known_by_flags_and_files_but_not_by_presets(words
     ({"lr": float("nan")}, "--lr nan: expected a finite number"),
 ])
 def test_a_config_made_in_python_is_checked_as_flags_are(settings, message):
-    """Promise 8: a mistake ends in one line."""
+    """Promise 8: a user error prints one line."""
     with pytest.raises(UserError, match=f"^{message}$"):
         Low(**settings)
     with pytest.raises(UserError, match=f"^{message}$"):
@@ -201,7 +201,7 @@ def test_a_config_made_in_python_is_checked_as_flags_are(settings, message):
     ("--lr nan", "--lr nan: expected a finite number"),
     ("--lr inf", "--lr inf: expected a finite number"),
     ("--preset big", "--preset big: expected one of large, tall"),
-    ("sample --preset big --lp 1", "--lp: no such setting"),  # only the default command has presets
+    ("sample --preset big --lp 1", "--lp: no such setting"),  # `sample` does not look up presets
     ("smaple", "smaple: expected one of train, sample; COMMAND --help"),
 ])
 def test_a_mistake_on_the_command_line_ends_in_one_line_of_rank_0_and_status_2(
@@ -272,7 +272,7 @@ def failing(error):
 ])
 def test_an_error_while_running_ends_in_one_line_of_the_rank_that_met_it(
         error, status, printed, run, monkeypatch, capsys):
-    """Promises 6 and 8: all ranks end together; a mistake ends in one line."""
+    """Promises 6 and 8: all ranks end together; a user error prints one line."""
     monkeypatch.setenv("RANK", "1")
     assert run("", *failing(error)) == status
     assert capsys.readouterr() == ("", printed)
@@ -428,7 +428,7 @@ class Stages(config.TrainingRun):
 @pytest.mark.parametrize("words", [
     "--init_from x.pt", "--load x.pt", "--save local", "--logger=wandb id=x"])
 def test_what_is_of_one_stage_is_refused_where_all_are_trained(words):
-    """Promise 8: a mistake ends in one line."""
+    """Promise 8: a user error prints one line."""
     flag, _, value = words.replace("=", " ", 1).partition(" ")
     with pytest.raises(UserError, match="these are for one stage; give --stage"):
         config.parse(Stages, [flag, value])

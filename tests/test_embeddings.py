@@ -88,7 +88,7 @@ def test_what_is_zero_not_finite_or_of_another_length_is_unusable_but_for_paddin
     change_rows(folder / "text_enc/text_enc_0.npy", (2, 2, 1), np.inf)
     change_rows(folder / "img_emb/img_emb_0.npy", 3, 0)
     change_rows(folder / "text_emb/text_emb_0.npy", (4, 0), np.nan)
-    change_rows(folder / "img_emb/img_emb_0.npy", (5, 0), 60_000)  # the fp16 maximum is 65,504
+    change_rows(folder / "img_emb/img_emb_0.npy", (5, 0), 60_000)  # much longer than most
     change_rows(folder / "text_emb/text_emb_0.npy", 6, 1e-3)
     _, usable = Embeddings(folder, text_encodings=True).fetch(np.arange(8))
     assert usable.tolist() == [True, True, False, False, False, False, False, True]

@@ -373,7 +373,7 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_run_goes_on_from_one_before
 ])
 def test_a_file_of_another_model_is_refused_in_one_line_with_the_names_that_differ(
         name, change, message, emb, finished, tmp_path):
-    """Promises 5 and 8: files are loaded safely; a mistake ends in one line."""
+    """Promises 5 and 8: files are loaded safely; a user error prints one line."""
     state = checkpoint.load(finished / (name or saved(finished)[0]["file"]))
     change(state)
     odd = tmp_path / "model.pt"

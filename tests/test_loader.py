@@ -221,7 +221,7 @@ config.run({"train": (train, config.Settings)}, "", default="train")
 ])
 def test_a_process_ends_with_its_workers_in_a_traceback_or_in_one_line_for_a_user_error(
         fault, message):
-    """Promises 6 and 8: all ranks end together; a mistake ends in one line."""
+    """Promises 6 and 8: all ranks end together; a user error prints one line."""
     status, _, err = script(WORKERS, fault)
     assert status == 1
     assert re.match(message, err), err

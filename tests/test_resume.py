@@ -170,7 +170,7 @@ def test_a_checkpoint_of_another_or_a_diverged_model_is_refused(tmp_path):
 
 
 def test_a_forks_mistake_while_restoring_is_not_blamed_on_the_file(tmp_path):
-    """Promises 8 and 10: a mistake ends in one line; a fork works."""
+    """Promises 8 and 10: a user error prints one line; a fork works."""
     path = written(state_of(tmp_path), tmp_path / "1.pt")
 
     class Optimizer(torch.optim.SGD):
@@ -276,7 +276,7 @@ NO_RESULT = (
 
 @pytest.mark.parametrize("content", [None, b"[]", b"{}", b"\xff", NO_STEP, NO_RESULT])
 def test_a_missing_or_damaged_record_is_named_with_the_way_out(content, tmp_path):
-    """Promises 3 and 8: nothing saved is lost; a mistake ends in one line."""
+    """Promises 3 and 8: nothing saved is lost; a user error prints one line."""
     run = opened(tmp_path)
     commit(run, 10)
     path = tmp_path / "auto_resume.json"
@@ -709,7 +709,7 @@ def test_the_models_settings_are_the_files_whatever_a_preset_or_a_default_says(w
     ("--config run.json", "--width 8: the model of x.pt has 12; leave it out"),
 ])
 def test_a_given_setting_of_the_model_that_differs_from_the_files_is_refused(words, message):
-    """Promise 8: a mistake ends in one line."""
+    """Promise 8: a user error prints one line."""
     checkpoint.write_json({"width": 8}, Path("run.json"))
     cfg = config.parse(Config, words.split(), presets=PRESETS)
     with pytest.raises(UserError, match=message):

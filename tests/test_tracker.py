@@ -285,7 +285,7 @@ def test_a_wandb_run_has_the_given_names_and_is_resumed_by_the_package(tmp_path,
 
 @needs("wandb")
 def test_a_wandb_that_cannot_start_is_reported_before_training(tmp_path):
-    """Promise 8: a mistake ends in one line."""
+    """Promise 8: a user error prints one line."""
     with pytest.raises(UserError, match=r"--logger wandb: .*wandb login.*WANDB_MODE=offline"):
         tracker_of(tmp_path, logger="wandb projekt=x")
 
@@ -351,7 +351,7 @@ def test_a_run_without_a_checkpoint_begins_another_one_in_wandb(tmp_path):
     "wandb 'id=x": "No closing quotation",
 }.items())
 def test_a_logger_that_cannot_be_meant_is_refused(logger, message):
-    """Promise 8: a mistake ends in one line."""
+    """Promise 8: a user error prints one line."""
     with pytest.raises(UserError, match=f"--logger.*{message}"):
         tracker.check(Settings(logger=logger))
 

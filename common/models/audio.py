@@ -22,7 +22,7 @@ def resampled_length(frames, rate, to):
 
 
 def resample(wave, rate, to):
-    """Resample waves (..., T) from `rate` to `to` Hz: fp32 (..., ceil(T * to / rate)).
+    """Resample waves (..., T) from `rate` to `to` Hz. Returns (..., ceil(T * to / rate)).
 
     Band-limited, by FFT: the spectrum is cut off at the lower of the two Nyquist frequencies.
     """
