@@ -968,8 +968,8 @@ PRESETS = {
         log_every=100, eval_every="10000", save_every="2000",
     ),
 }
-# Karlo: sizes from its published configs. How it was trained is not public, so other settings are
-# DALL-E 2's.
+# Karlo: model and sampling settings from its published configs. How it was trained is not public,
+# so the training settings are DALL-E 2's.
 PRESETS["karlo"] = dict(
     PRESETS["dalle2"], depth=20, raw_embeddings=True, guidance_scale=4.0, eval_timesteps=(25,)
 )
