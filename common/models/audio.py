@@ -24,7 +24,8 @@ def resampled_length(frames, rate, to):
 def resample(wave, rate, to):
     """Resample waves (..., T) from `rate` to `to` Hz. Returns (..., ceil(T * to / rate)).
 
-    Band-limited, by FFT: the spectrum is cut off at the lower of the two Nyquist frequencies.
+    The result is fp32; if the rates are equal, it is `wave` itself. Band-limited, by FFT: the
+    spectrum is cut off at the lower of the two Nyquist frequencies.
     """
     if rate == to:
         return wave
